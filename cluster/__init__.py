@@ -1,0 +1,1 @@
+"""The service: gateways and workers as one Ray Serve application, and the `raycomb` command."""

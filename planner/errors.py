@@ -1,0 +1,140 @@
+"""Every error of Raycomb, explained once.
+
+The tree lives in the lowest layer so that all layers share it; it knows nothing of HTTP or gRPC (`cluster.errors`
+holds the one table to their statuses). `code` is the stable name of a class, used on the wire and by clients.
+
+* `RequestRefused`: the request was not accepted. Nothing changed and nothing will come after it.
+* `RequestFailed`: an accepted sequence ended through no fault of its client. It is that sequence's terminal update.
+* `SetupError`: the process cannot start as it was configured.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class RaycombError(Exception):
+    """Base of all. `message` is one sentence for a person; `param` names the request field at fault, if any."""
+
+    code: ClassVar[str] = "internal"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RequestRefused(RaycombError):
+    """Not accepted; nothing changed."""
+
+    code = "refused"
+
+
+class InvalidRequest(RequestRefused):
+    """The client's request is malformed, out of range or unsupported. Sending it again will not help."""
+
+    code = "invalid_request"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt plus answer is longer than the program's context."""
+
+    code = "context_length_exceeded"
+
+
+class NeverFits(InvalidRequest):
+    """Prompt plus answer needs more cells than a worker's whole pool has."""
+
+    code = "never_fits"
+
+
+class BodyTooLarge(InvalidRequest):
+    """The request's body is over the limit."""
+
+    code = "body_too_large"
+
+
+class UnknownModel(RequestRefused):
+    """No such model is served here."""
+
+    code = "model_not_found"
+
+
+class Unauthenticated(RequestRefused):
+    """No valid key or secret came with the request."""
+
+    code = "unauthenticated"
+
+
+class QueueFull(RequestRefused):
+    """A bounded queue is full. Sending it again after `retry_after_s` seconds may help."""
+
+    code = "queue_full"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(RequestRefused):
+    """No worker can take it now: starting, draining or none left."""
+
+    code = "unavailable"
+
+
+class RequestFailed(RaycombError):
+    """An accepted sequence was ended by a fault; this is its one terminal update."""
+
+    code = "failed"
+
+
+class ForwardFailed(RequestFailed):
+    """The forward that ran this sequence failed; its cells went back and its other batch mates run on."""
+
+    code = "forward_failed"
+
+
+class WorkerLost(RequestFailed):
+    """The worker that ran this sequence is gone."""
+
+    code = "worker_lost"
+
+
+class DeadlineExceeded(RequestFailed):
+    """The request's deadline passed."""
+
+    code = "deadline_exceeded"
+
+
+class SetupError(RaycombError):
+    """The process cannot start as configured."""
+
+    code = "setup"
+
+
+class InvalidConfiguration(SetupError):
+    """A setting is out of range or two settings contradict each other; the message has the numbers."""
+
+    code = "invalid_configuration"
+
+
+class InvalidCheckpoint(SetupError):
+    """A checkpoint is corrupt, incomplete, or holds tensors that nothing uses."""
+
+    code = "invalid_checkpoint"
+
+
+class UnsupportedModel(SetupError):
+    """The architecture, or an option of it, is not one that Raycomb runs."""
+
+    code = "unsupported_model"
+
+
+def _classes(root: type[RaycombError]) -> list[type[RaycombError]]:
+    return [root, *(c for child in root.__subclasses__() for c in _classes(child))]
+
+
+def error_from_code(code: str, message: str, param: str | None = None) -> RaycombError:
+    """Rebuild an error that crossed the wire. An unknown code (a newer peer's) becomes a plain `RequestFailed`."""
+    by_code = {c.code: c for c in _classes(RaycombError)}
+    return by_code.get(code, RequestFailed)(message, param=param)

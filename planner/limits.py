@@ -1,0 +1,69 @@
+"""The numbers that a planner keeps to, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.errors import InvalidConfiguration
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a program and its operator allow.
+
+    * `capacity`: cells of the pool. `context`: most positions of one sequence. `vocab_size`: token ids are below it.
+    * `max_prefill_tokens` (W) and `min_prefill_tokens` (m): widest and narrowest prefill forward, 2 <= m <= W.
+    * `widths`: decode widths that the program has, ascending, starting at 1.
+    * `max_num_seqs`: sequences that run at once. `max_batched_tokens`: tokens of one step.
+    * `prefill_chunk_tokens`: most prompt tokens of one sequence before the next one has its turn.
+    * `max_waiting`: requests that may wait. `max_steps_in_flight`: steps planned and not yet committed, 1 or 2.
+    """
+
+    capacity: int
+    context: int
+    vocab_size: int
+    max_prefill_tokens: int = 512
+    min_prefill_tokens: int = 2
+    widths: tuple[int, ...] = (1,)
+    max_num_seqs: int = 256
+    max_batched_tokens: int = 512
+    prefill_chunk_tokens: int = 256
+    max_waiting: int = 4096
+    max_steps_in_flight: int = 1
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "context", "vocab_size", "max_num_seqs", "prefill_chunk_tokens", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise InvalidConfiguration(f"{name} must be at least 1, not {getattr(self, name)}", param=name)
+        w, m = self.max_prefill_tokens, self.min_prefill_tokens
+        if not 2 <= m <= w:
+            raise InvalidConfiguration(
+                f"min_prefill_tokens must lie in [2, max_prefill_tokens = {w}], not {m}", param="min_prefill_tokens"
+            )
+        if not self.widths or self.widths[0] != 1 or list(self.widths) != sorted(set(self.widths)):
+            raise InvalidConfiguration(f"decode widths must ascend from 1, not {self.widths}", param="widths")
+        if self.max_batched_tokens <= self.max_num_seqs:
+            raise InvalidConfiguration(
+                f"max_batched_tokens ({self.max_batched_tokens}) must exceed max_num_seqs ({self.max_num_seqs}), "
+                "else decodes could starve prefills for ever",
+                param="max_batched_tokens",
+            )
+        if self.max_steps_in_flight not in (1, 2):
+            raise InvalidConfiguration(
+                f"max_steps_in_flight must be 1 or 2, not {self.max_steps_in_flight}", param="max_steps_in_flight"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A worker's state after a step, for routing and metrics. free + owned + cached cells = capacity, always."""
+
+    capacity: int
+    free_cells: int
+    owned_cells: int
+    cached_cells: int
+    num_running: int
+    num_waiting: int
+    queued_prefill_tokens: int
+    step: int

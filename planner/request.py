@@ -1,0 +1,135 @@
+"""What a client asks a worker for, and what comes back: plain values, no behaviour but their own checks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.errors import InvalidRequest, RaycombError
+
+TokenArray = npt.NDArray[np.int64]
+CellArray = npt.NDArray[np.int32]
+
+MAX_TOP_LOGPROBS = 20
+
+
+class FinishReason(Enum):
+    """Why a sequence ended. Each accepted sequence ends with exactly one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn; the defaults are OpenAI's.
+
+    `seed` is any 64-bit value; a draw depends on (seed, position) only. `top_k` 0 is off. `logprobs` is the number of
+    alternatives to report at each position (0: the chosen token alone; None: nothing).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0)
+        _in_range("top_k", self.top_k, 0, 2**31 - 1)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("seed", self.seed, 0, 2**64 - 1)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 1e-6, 100.0)
+        for _, bias in self.logit_bias:
+            _in_range("logit_bias", bias, -100.0, 100.0)
+        if self.logprobs is not None:
+            _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+
+    @property
+    def greedy(self) -> bool:
+        """Temperature 0: the arg max, lowest id first on ties, and no random draw."""
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a draw reads the tokens before it, so that it cannot run ahead of them."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: a prompt, and `n` sequences that share it.
+
+    `prompt` int64[num_prompt]. `max_tokens` counts generated tokens of each sequence; 0 is allowed only together with
+    `prompt_logprobs` (nothing is then sampled). `stop_token_ids` end a sequence and are delivered; they are masked
+    until `min_tokens` tokens were generated. Lower `priority` runs first.
+    """
+
+    prompt: TokenArray
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    n: int = 1
+    priority: int = 0
+    prompt_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.prompt) == 0:
+            raise InvalidRequest("the prompt is empty; it needs at least one token", param="prompt")
+        _in_range("max_tokens", self.max_tokens, 0 if self.prompt_logprobs else 1, 2**31 - 1)
+        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _in_range("n", self.n, 1, 2**16)
+        _in_range("priority", self.priority, -(2**31), 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position: the token's own, and the most likely alternatives, best first."""
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """News of one sequence after one step. The last one of a sequence, and only it, has a `finish_reason`."""
+
+    request_id: int
+    index: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: RaycombError | None = None
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """Seed of the index-th sequence of a request: its own stream, and index 0 draws what n=1 would.
+
+    The increment is the golden-ratio constant of splitmix64 (Steele, Lea, Flood 2014).
+    """
+    return (seed + index * 0x9E3779B97F4A7C15) % 2**64
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a finite number, not {value}", param=name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must lie in [{low}, {high}], not {value}", param=name)

@@ -1,0 +1,78 @@
+"""A step: what the planner hands to the executor, and what comes back. Values only.
+
+The packed token axis of a step is its chunks laid end to end; slices cut that axis into forwards. A chunk may be cut
+by a slice boundary, and a slice may hold many chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from planner.errors import RequestFailed
+from planner.request import CellArray, SamplingParams, TokenArray, TokenLogprobs
+from planner.slices import Slice
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's consecutive tokens in a step. A sequence has at most one chunk in a step.
+
+    * `tokens` int64[length], or None for a lone decode token that the step before this one samples and that never
+      visited the host: the executor feeds its own last sample of `sequence_id`.
+    * `start`: position of the first token; position i of the sequence lives in cell `cells[i]`.
+    * `cells` int32[start + length], read-only view: the sequence's cells up to and including this chunk.
+    * `samples`: whether a token is drawn from the last row, with `sampling` and the draw keyed by position
+      `start + length`.
+    * `prompt_targets` int64[<= length], or None: log probabilities wanted for these tokens, row by row.
+    * `history` int64[start + length], read-only view of all tokens, or None where the draw does not need it; the
+      first `num_prompt` of them are the prompt.
+    * `masked` ids that may not be drawn here (stop tokens before `min_tokens`).
+    """
+
+    sequence_id: int
+    start: int
+    length: int
+    cells: CellArray
+    tokens: TokenArray | None
+    samples: bool
+    sampling: SamplingParams
+    prompt_targets: TokenArray | None = None
+    history: TokenArray | None = None
+    num_prompt: int = 0
+    masked: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One turn of the engine. `dropped` names sequences whose cell list is no longer what an executor may have kept
+    of it (ended, preempted or rewound since the step before)."""
+
+    number: int
+    chunks: tuple[Chunk, ...]
+    slices: tuple[Slice, ...]
+    dropped: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOutput:
+    """What one chunk gave. `token` is None iff the chunk did not sample. `logprobs` only where asked for."""
+
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of a step: one entry a chunk, in order. A chunk that any failed forward held has that forward's error
+    instead of an output; an executor does not run later slices of such a chunk for its sake."""
+
+    outcomes: Sequence[ChunkOutput | RequestFailed]

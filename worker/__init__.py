@@ -1,0 +1,1 @@
+"""A GPU worker: tokens in, tokens out. Knows nothing of Ray or HTTP."""

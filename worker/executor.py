@@ -1,0 +1,58 @@
+"""The executor's seam: tokens and positions in, sampled tokens out.
+
+Everything above this line (planner, engine, serving) is free of torch; everything below it (models, pool, kernels)
+knows nothing of requests. Tests put a scripted fake here and patch nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from planner.step import Step, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramInfo:
+    """What the rest of the system needs to know of a program; all integers and names, no tensors.
+
+    W = `max_prefill_tokens`, m = `min_prefill_tokens`, 2 <= m <= W. `widths` ascend from 1. `num_cells` excludes the
+    scratch cell. Cache geometry: per layer K and V of `[num_cells, num_kv_heads, head_dim]`.
+    """
+
+    name: str
+    architecture: str
+    vocab_size: int
+    context: int
+    max_prefill_tokens: int
+    min_prefill_tokens: int
+    widths: tuple[int, ...]
+    num_cells: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    device: str
+    bytes_per_cell: int
+
+
+class Executor(Protocol):
+    """Runs steps. Owner and only caller: the engine thread.
+
+    `launch` starts a step and returns at once where the device allows; `collect` waits for the oldest launched step.
+    At most `max_steps_in_flight` steps are launched and not collected. A forward that fails is reported in the
+    result, for the chunks it held; an exception from either call means that the executor is dead. After a failed
+    forward no cell content of the chunks it held may be relied on.
+    """
+
+    @property
+    def info(self) -> ProgramInfo: ...
+
+    @property
+    def max_steps_in_flight(self) -> int: ...
+
+    def launch(self, step: Step) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+    def close(self) -> None: ...
