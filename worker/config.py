@@ -1,0 +1,49 @@
+"""What an engine can be told, validated once and never changed after. Free of torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+class EngineConfig(BaseModel):
+    """Settings of one engine. None means: derived from the model and the machine when the executor is made.
+
+    `model` is a folder with config.json and safetensors, or a .gguf file. Names are vLLM's where the thing is the same.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    load_format: LoadFormat = "auto"
+    max_model_len: int | None = Field(default=None, ge=1)
+    max_cells: int | None = Field(default=None, ge=1)
+    max_prefill_tokens: int = Field(default=512, ge=2)
+    min_prefill_tokens: int = Field(default=2, ge=2)
+    max_num_seqs: int = Field(default=128, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=2)
+    prefill_chunk_tokens: int = Field(default=256, ge=1)
+    max_waiting: int = Field(default=2048, ge=1)
+    prefix_caching: bool = True
+    num_threads: int | None = Field(default=None, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**64)
+
+    @property
+    def batched_tokens(self) -> int:
+        """Tokens of one step: given, or enough for every decode plus a full prefill."""
+        return self.max_num_batched_tokens or max(self.max_prefill_tokens, 2 * self.max_num_seqs)
+
+    @property
+    def decode_widths(self) -> tuple[int, ...]:
+        """The ladder of decode widths: powers of two up to and including `max_num_seqs`."""
+        ladder = [1]
+        while ladder[-1] < self.max_num_seqs:
+            ladder.append(min(2 * ladder[-1], self.max_num_seqs))
+        return tuple(ladder)
