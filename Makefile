@@ -1,0 +1,43 @@
+# Two commands do everything from a fresh clone: `make demo` and `make test`. Both set up `.venv` first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?= smollm2-135m
+PROMPT ?= What is the capital of France? Answer in one sentence.
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo serve test lint types check protos clean
+
+help:  ## List the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY)  ## Install the pinned set into .venv
+
+$(READY): pyproject.toml deploy/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade "pip>=25"
+	$(BIN)/python -m pip install --constraint deploy/constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install --constraint deploy/constraints.txt --editable ".[test]"
+	@touch $@
+
+demo: setup  ## Serve a small real model with two CPU workers, ask it a question over HTTP, shut down
+	$(BIN)/raycomb serve $(MODEL) --num-workers 2 --device cpu --ask "$(PROMPT)"
+
+serve: setup  ## The same service, but it stays up
+	$(BIN)/raycomb serve $(MODEL) --num-workers 2 --device cpu
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+test: setup lint types  ## ruff, mypy --strict and every test that this machine can run
+	$(BIN)/python -m pytest
+
+protos: setup  ## Regenerate the gRPC stubs
+	$(BIN)/python -m protos.generate
+
+clean:  ## Remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
