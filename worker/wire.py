@@ -1,0 +1,214 @@
+"""Planner values to and from the messages of the data plane, and what both of its ends agree on.
+
+Used by worker and gateway alike, so it is free of torch and of grpc. Not for HTTP: `protos.openai` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from planner.errors import InvalidRequest, QueueFull, RaycombError, RequestRefused, error_from_code
+from planner.limits import Snapshot
+from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, Update
+from protos import worker_pb2 as pb
+
+SECRET_METADATA = "x-raycomb-secret"
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Room for a prompt of a million tokens, or for the log probabilities of a long prompt read late."""
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A peer whose host vanished says nothing; pings find it within 15 s. A peer that died is noticed at once.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Options of the gateway's channel and, with those of `worker.serving` on top, of the worker's server."""
+
+_TO_WIRE = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    FinishReason.FAILED: pb.FINISH_REASON_FAILED,
+}
+_FROM_WIRE = {wire: reason for reason, wire in _TO_WIRE.items()}
+
+
+def request_to_proto(request_id: int, request: Request) -> pb.Submit:
+    """Raises `InvalidRequest` for a token id that does not fit in 32 bits; the planner checks the vocabulary."""
+    _check_ids("prompt", request.prompt.tolist())
+    _check_ids("stop_token_ids", request.stop_token_ids)
+    return pb.Submit(
+        request_id=request_id,
+        prompt=request.prompt.tolist(),
+        max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens,
+        stop_token_ids=sorted(request.stop_token_ids),
+        n=request.n,
+        priority=request.priority,
+        prompt_logprobs=request.prompt_logprobs,
+        sampling=_sampling_to_proto(request.sampling),
+    )
+
+
+def request_from_proto(submit: pb.Submit) -> Request:
+    """The request of a `Submit`. Raises `InvalidRequest` for what no planner would take."""
+    if not submit.HasField("sampling"):
+        raise InvalidRequest("the request has no sampling parameters", param="sampling")
+    return Request(
+        prompt=np.array(submit.prompt, dtype=np.int64),
+        max_tokens=submit.max_tokens,
+        sampling=_sampling_from_proto(submit.sampling),
+        min_tokens=submit.min_tokens,
+        stop_token_ids=frozenset(submit.stop_token_ids),
+        n=submit.n,
+        priority=submit.priority,
+        prompt_logprobs=submit.prompt_logprobs,
+    )
+
+
+def update_to_proto(request_id: int, update: Update | RequestRefused) -> pb.SequenceUpdate:
+    """News of one sequence; a refusal speaks for its whole request, at index 0. `request_id` is the gateway's."""
+    if isinstance(update, RequestRefused):
+        return pb.SequenceUpdate(
+            request_id=request_id, finish_reason=pb.FINISH_REASON_REFUSED, error=error_to_proto(update)
+        )
+    message = pb.SequenceUpdate(
+        request_id=request_id,
+        index=update.index,
+        tokens=update.tokens,
+        num_cached_tokens=update.num_cached_tokens,
+    )
+    if update.logprobs:
+        message.logprobs.extend(map(_logprobs_to_proto, update.logprobs))
+    if update.prompt_logprobs:
+        message.prompt_logprobs.extend(map(_logprobs_to_proto, update.prompt_logprobs))
+    if update.finish_reason is not None:
+        message.finish_reason = _TO_WIRE[update.finish_reason]
+    if update.error is not None:
+        message.error.CopyFrom(error_to_proto(update.error))
+    return message
+
+
+def update_from_proto(message: pb.SequenceUpdate) -> Update | RequestRefused:
+    """The update, with the gateway's `request_id`, or the refusal of the whole request.
+
+    A finish reason of a newer peer that is unknown here ends the sequence as FAILED: it must not go on for ever.
+    """
+    if message.finish_reason == pb.FINISH_REASON_REFUSED:
+        error = error_from_proto(message.error)
+        return error if isinstance(error, RequestRefused) else RequestRefused(error.message, param=error.param)
+    going_on = message.finish_reason == pb.FINISH_REASON_UNSPECIFIED
+    return Update(
+        request_id=message.request_id,
+        index=message.index,
+        tokens=tuple(message.tokens),
+        logprobs=tuple(map(_logprobs_from_proto, message.logprobs)),
+        prompt_logprobs=tuple(map(_logprobs_from_proto, message.prompt_logprobs)),
+        num_cached_tokens=message.num_cached_tokens,
+        finish_reason=None if going_on else _FROM_WIRE.get(message.finish_reason, FinishReason.FAILED),
+        error=error_from_proto(message.error) if message.HasField("error") else None,
+    )
+
+
+def error_to_proto(error: RaycombError) -> pb.Error:
+    message = pb.Error(code=error.code, message=error.message, param=error.param or "")
+    if isinstance(error, QueueFull):
+        message.retry_after_s = error.retry_after_s
+    return message
+
+
+def error_from_proto(message: pb.Error) -> RaycombError:
+    """The typed error; one of a newer peer that is unknown here becomes a plain `RequestFailed`."""
+    error = error_from_code(message.code, message.message, message.param or None)
+    if isinstance(error, QueueFull):
+        error.retry_after_s = message.retry_after_s
+    return error
+
+
+def snapshot_to_proto(snapshot: Snapshot, *, draining: bool = False) -> pb.Snapshot:
+    """`draining` is the engine's word, not the planner's: no new request is taken."""
+    return pb.Snapshot(
+        capacity=snapshot.capacity,
+        free_cells=snapshot.free_cells,
+        owned_cells=snapshot.owned_cells,
+        cached_cells=snapshot.cached_cells,
+        num_running=snapshot.num_running,
+        num_waiting=snapshot.num_waiting,
+        queued_prefill_tokens=snapshot.queued_prefill_tokens,
+        step=snapshot.step,
+        draining=draining,
+    )
+
+
+def snapshot_from_proto(message: pb.Snapshot) -> Snapshot:
+    """The planner's part; read `message.draining` beside it."""
+    return Snapshot(
+        capacity=message.capacity,
+        free_cells=message.free_cells,
+        owned_cells=message.owned_cells,
+        cached_cells=message.cached_cells,
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        queued_prefill_tokens=message.queued_prefill_tokens,
+        step=message.step,
+    )
+
+
+def _sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:
+    _check_ids("logit_bias", (token for token, _ in sampling.logit_bias))
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        logprobs=sampling.logprobs,
+    )
+
+
+def _sampling_from_proto(message: pb.Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        seed=message.seed,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+
+
+def _logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        token=logprobs.token,
+        logprob=logprobs.logprob,
+        top_tokens=[token for token, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def _logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token=message.token,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top=tuple(zip(message.top_tokens, message.top_logprobs, strict=True)),
+    )
+
+
+def _check_ids(param: str, ids: Iterable[int]) -> None:
+    for token in ids:
+        if not 0 <= token < 2**31:
+            raise InvalidRequest(f"token id {token} in {param} does not fit in 31 bits", param=param)
