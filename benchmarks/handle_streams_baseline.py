@@ -18,17 +18,17 @@ from collections.abc import AsyncIterator
 
 import ray
 from ray import serve
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 MOST_REQUESTS = 1024
+NAME = "baseline"
 CPUS = 0.1  # of each actor: everything has to fit on two cores
 
 
-@serve.deployment(max_ongoing_requests=MOST_REQUESTS, ray_actor_options={"num_cpus": CPUS})
 class Worker:
     """Ends a step every `step_s` seconds; each step gives each running request one token."""
 
@@ -60,7 +60,9 @@ class Front:
         return StreamingResponse(self._events(len(body["prompt"]), body["max_tokens"]), media_type="text/event-stream")
 
     async def _events(self, num_prompt: int, num_tokens: int) -> AsyncIterator[bytes]:
-        async for token in self._worker.remote(num_tokens):
+        tokens = self._worker.remote(num_tokens)
+        assert isinstance(tokens, DeploymentResponseGenerator)
+        async for token in tokens:
             choice = {"index": 0, "text": f" {token}", "logprobs": None, "finish_reason": None}
             yield _event({"object": "text_completion", "choices": [choice]})
         yield _event({"choices": [], "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_tokens}})
@@ -74,21 +76,24 @@ def _event(message: object) -> bytes:
     return b"data: " + json.dumps(message).encode() + b"\n\n"
 
 
+class Ingress:
+    """Its argument is bound so that Serve deploys the worker together with the ingress; `front_app` does the work."""
+
+    def __init__(self, worker: DeploymentHandle[Worker]) -> None:
+        self.worker = worker
+
+
+def front_app() -> Starlette:
+    """Made by Serve inside the ingress replica."""
+    front = Front(serve.get_deployment_handle("Worker", app_name=NAME))
+    routes = [Route("/v1/completions", front.completions, methods=["POST"]), Route("/ready", front.ready)]
+    return Starlette(routes=routes)
+
+
 def build(step_s: float) -> serve.Application:
     """The application: one front, one worker."""
-
-    def front_app() -> Starlette:
-        front = Front(serve.get_deployment_handle("Worker", app_name="baseline"))
-        routes = [Route("/v1/completions", front.completions, methods=["POST"]), Route("/ready", front.ready)]
-        return Starlette(routes=routes)
-
-    @serve.deployment(max_ongoing_requests=MOST_REQUESTS, ray_actor_options={"num_cpus": CPUS})
-    @serve.ingress(front_app)
-    class Ingress:
-        def __init__(self, worker: DeploymentHandle[Worker]) -> None:
-            """Bound so that Serve deploys the worker together with the ingress."""
-
-    return Ingress.bind(Worker.bind(step_s))
+    deployment = serve.deployment(max_ongoing_requests=MOST_REQUESTS, ray_actor_options={"num_cpus": CPUS})
+    return deployment(serve.ingress(front_app)(Ingress)).bind(deployment(Worker).bind(step_s))
 
 
 def main() -> None:
@@ -98,13 +103,13 @@ def main() -> None:
     args = parser.parse_args()
     ray.init(include_dashboard=False, num_cpus=2, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": args.port})
-    serve.run(build(args.step_ms / 1e3), name="baseline", blocking=False)
+    serve.run(build(args.step_ms / 1e3), name=NAME, blocking=False)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has installed its own
         signal.signal(number, lambda *_: ended.set())
     print("ready", flush=True)
     ended.wait()
-    serve.shutdown()
+    serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from planner.errors import RequestRefused
+from planner.limits import Limits
 from planner.request import Request, Update
 from worker.engine import Engine, StepReport
+from worker.executor import Executor, ProgramInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +25,12 @@ class News:
 class OfflineEngine:
     """Feeds an engine from an iterator of requests and yields what comes back.
 
-    Owner and only caller: one thread, which may block here. The engine is started and stopped by its own owner.
+    Owner and only caller: one thread, which may block here. `open_offline` makes one.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, info: ProgramInfo) -> None:
+        self.engine = engine
+        self.info = info
         # Reports wait here while the caller is slower than the engine: never more than one for each token that the
         # requests in flight may still get.
         self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
@@ -65,6 +70,18 @@ class OfflineEngine:
         """End a request's sequences at the next step; each still gets its last update."""
         self._client.cancel(key, indices)
 
-    def close(self) -> None:
-        """Cancel whatever is left."""
-        self._client.close()
+
+@contextmanager
+def open_offline(
+    executor: Callable[[], Executor], limits: Callable[[ProgramInfo], Limits], *, inbox_size: int
+) -> Iterator[OfflineEngine]:
+    """An engine that lives as long as the block; whatever still runs at its end is cancelled.
+
+    Raises what making the executor raised. A death of the engine shows as the failure of every unfinished sequence.
+    """
+    engine = Engine(executor, limits, inbox_size=inbox_size, on_death=lambda error: None)
+    info = engine.start()
+    try:
+        yield OfflineEngine(engine, info)
+    finally:
+        engine.stop()

@@ -1,0 +1,71 @@
+"""The command-line flags of an engine, made from `EngineConfig` itself so that the two cannot drift apart."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from planner.errors import InvalidConfiguration
+from worker.config import EngineConfig
+
+HELP = {
+    "device": "where the model runs",
+    "dtype": "numbers of weights, keys and values",
+    "load_format": "dummy: seeded random weights, from config.json alone",
+    "max_model_len": "most tokens of one sequence, prompt and answer",
+    "max_cells": "tokens whose keys and values the pool holds",
+    "max_prefill_tokens": "widest prefill forward",
+    "min_prefill_tokens": "narrowest prefill forward",
+    "max_num_seqs": "sequences that run at once",
+    "max_num_batched_tokens": "most tokens of one step",
+    "prefill_chunk_tokens": "most prompt tokens of one sequence before the next has its turn",
+    "max_waiting": "requests that may wait",
+    "prefix_caching": "keep cells of finished prompts for requests that begin alike",
+    "num_threads": "processor threads of the model",
+    "seed": "of dummy weights",
+}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *, without: frozenset[str] = frozenset()) -> None:
+    """One flag for each setting but `model` and those in `without`. A flag that is not given is absent from the
+    namespace's values (None), so that other sources and the setting's own default can have their say."""
+    group = parser.add_argument_group("engine")
+    for name, setting in EngineConfig.model_fields.items():
+        if name != "model" and name not in without:
+            flag = f"--{name.replace('_', '-')}"
+            group.add_argument(flag, default=None, help=_help(name, setting), **_argument(setting))
+
+
+def given_engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that flags were given for."""
+    values = {name: getattr(args, name, None) for name in EngineConfig.model_fields if name != "model"}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
+    """Raises `InvalidConfiguration` that names the flag at fault."""
+    try:
+        return EngineConfig(model=model, **settings)
+    except ValidationError as fault:
+        first = fault.errors()[0]
+        name = str(first["loc"][0])
+        flag = f"--{name.replace('_', '-')}"
+        raise InvalidConfiguration(f"{flag} {first['input']}: {first['msg']}", param=name) from fault
+
+
+def _argument(setting: FieldInfo) -> dict[str, Any]:
+    kind = setting.annotation
+    if get_origin(kind) in (Union, types.UnionType):  # X | None
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    return {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+
+
+def _help(name: str, setting: FieldInfo) -> str:
+    default = "derived" if setting.default is None else setting.default
+    return f"{HELP[name]} (default: {default})"
