@@ -1,0 +1,105 @@
+"""The workers as one `cluster.fleet.Fleet`: a stream to each member, and each request on the right one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+
+from cluster.fleet import ServedModel
+from cluster.generation import RemoteGeneration
+from cluster.membership import Members
+from cluster.router import Router
+from cluster.worker_stream import WorkerStream
+from planner.errors import RaycombError, WorkerLost
+from planner.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Streams:
+    """Owner: the gateway, on its event loop. `set_members` follows the membership; `close` ends everything.
+
+    `fault` is what broke a stream other than its connection: a fault of ours, for which the gateway is restarted.
+
+    Streams run in tasks with an empty context: one that was opened inside a request's context would die with that
+    request's client.
+    """
+
+    def __init__(self, model_name: str, secret: str, router: Router) -> None:
+        self._model_name = model_name
+        self._created = int(time.time())
+        self._secret = secret
+        self._router = router
+        self._next_request_id = 1
+        self._last_model: ServedModel | None = None
+        self.fault: BaseException | None = None
+        self._streams: dict[str, WorkerStream] = {}
+        self._tasks: dict[asyncio.Task[None], WorkerStream] = {}
+
+    @property
+    def model(self) -> ServedModel | None:
+        """Of several workers, what the smallest can do; the model stays known while no worker is there."""
+        if infos := self._router.infos:
+            self._last_model = ServedModel(
+                name=self._model_name,
+                created=self._created,
+                vocab_size=min(info.vocab_size for info in infos),
+                context=min(info.context for info in infos),
+                capacity=min(info.num_cells for info in infos),
+                max_num_seqs=min(info.max_num_seqs for info in infos),
+            )
+        return self._last_model
+
+    @property
+    def ready(self) -> bool:
+        return self._router.ready
+
+    @property
+    def num_live(self) -> int:
+        """Requests whose end has not come yet."""
+        return sum(stream.num_live for stream in self._tasks.values())
+
+    def set_members(self, members: Members) -> None:
+        """Open streams to new members; retire those of workers that left, which end when they are idle."""
+        for worker_id in self._streams.keys() - members.keys():
+            self._streams.pop(worker_id).retire()
+        for worker_id in sorted(members.keys() - self._streams.keys()):
+            stream = WorkerStream(members[worker_id], self._secret, self._router, self._lose)
+            self._streams[worker_id] = stream
+            task = asyncio.create_task(stream.run(), name=f"stream {worker_id}", context=contextvars.Context())
+            self._tasks[task] = stream
+            task.add_done_callback(self._ended)
+
+    def submit(self, request: Request) -> RemoteGeneration:
+        request_id = self._next_request_id
+        worker_id = self._router.assign(request_id, request)
+        try:
+            generation = self._streams[worker_id].submit(request_id, request)
+        except RaycombError:
+            self._router.settle(worker_id, request_id)
+            raise
+        self._next_request_id += 1
+        return generation
+
+    async def close(self) -> None:
+        """Break every stream; what runs ends as lost, and the workers cancel it."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._streams.clear()
+
+    def _lose(self, generations: list[RemoteGeneration], error: WorkerLost) -> None:
+        """The one place that decides what becomes of requests whose worker is gone: they fail, each with the reason."""
+        for generation in generations:
+            generation.lose(error)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        stream = self._tasks.pop(task)
+        if self._streams.get(stream.member.worker_id) is stream:
+            del self._streams[stream.member.worker_id]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fault = error
+            logger.error("the stream to worker %s met a fault", stream.member.worker_id, exc_info=error)

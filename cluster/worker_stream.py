@@ -1,0 +1,242 @@
+"""The one gRPC stream between this gateway and one worker: commands out, the updates of all requests in.
+
+A worker is identified by its replica, so a stream that breaks and opens again reaches the same worker or none: after
+a break nothing that ran is still there (`protos/worker.proto`), and its generations end as lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import weakref
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+import grpc
+
+from cluster.generation import RemoteGeneration
+from cluster.membership import Member
+from cluster.outbox import Outbox
+from cluster.router import WorkerInfo
+from planner.errors import RequestRefused, Unavailable, WorkerLost
+from planner.limits import Snapshot
+from planner.request import Request
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc as pb_grpc
+from worker.wire import (
+    CHANNEL_OPTIONS,
+    SECRET_METADATA,
+    request_to_proto,
+    snapshot_from_proto,
+    update_from_proto,
+)
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.05
+LONGEST_BACKOFF_S = 2.0
+HELLO_TIMEOUT_S = 10.0
+STREAM_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a fresh stream waits for no old backoff
+
+
+class StreamObserver(Protocol):
+    """Who hears of a worker: the gateway's router."""
+
+    def join(self, info: WorkerInfo) -> None: ...
+
+    def leave(self, worker_id: str) -> None: ...
+
+    def observe(self, worker_id: str, snapshot: Snapshot, *, draining: bool) -> None: ...
+
+    def settle(self, worker_id: str, request_id: int) -> None: ...
+
+
+class WorkerStream:
+    """Keeps one stream open until `retire`; demultiplexes what comes. Owner: `Streams`, on the gateway's event loop.
+
+    `lost` is told of the generations that a broken stream leaves without a worker; it must end them.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        secret: str,
+        observer: StreamObserver,
+        lost: Callable[[list[RemoteGeneration], WorkerLost], None],
+    ) -> None:
+        self.member = member
+        self._secret = secret
+        self._observer = observer
+        self._lost = lost
+        self._outbox = Outbox()
+        # Weak: a generation that its owner forgot to cancel ends here too, instead of running to its budget.
+        self._generations: weakref.WeakValueDictionary[int, RemoteGeneration] = weakref.WeakValueDictionary()
+        self._finalizers: dict[int, weakref.finalize[..., RemoteGeneration]] = {}
+        self._open = False
+        self._retiring = False
+        self._idle = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._finalizers)
+
+    def submit(self, request_id: int, request: Request) -> RemoteGeneration:
+        """Send a request. Raises `Unavailable`, `QueueFull` or `InvalidRequest`; nothing has then been sent."""
+        if not self._open or self._retiring:
+            raise Unavailable(f"worker {self.member.worker_id} takes no requests now")
+        self._outbox.submit(request_to_proto(request_id, request))
+
+        def send_cancel(indices: Collection[int] | None) -> None:
+            self._cancel(request_id, indices)
+
+        generation = RemoteGeneration(request_id, request, send_cancel)
+        self._generations[request_id] = generation
+        finalizer = weakref.finalize(generation, self._loop.call_soon_threadsafe, self._cancel, request_id, None)
+        finalizer.atexit = False
+        self._finalizers[request_id] = finalizer
+        return generation
+
+    def retire(self) -> None:
+        """The worker left the membership: take nothing more, let what runs end, then close."""
+        self._retiring = True
+        self._observer.leave(self.member.worker_id)
+        self._wake_if_idle()
+
+    async def run(self) -> None:
+        """Connect, again after each break, until retired and idle. Ends by itself then, or by cancellation."""
+        backoff_s = FIRST_BACKOFF_S
+        try:
+            while not self._retiring:
+                error = await self._attach_until_it_ends()
+                was_open, self._open = self._open, False
+                self._observer.leave(self.member.worker_id)
+                self._end_all(error)
+                if was_open:
+                    backoff_s = FIRST_BACKOFF_S
+                logger.info("stream to worker %s: %s", self.member.worker_id, error.message)
+                await self._sleep_unless_retired(backoff_s * random.uniform(0.5, 1.0))
+                backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+        finally:
+            self._open = False
+            self._observer.leave(self.member.worker_id)
+            self._end_all(WorkerLost("the gateway is shutting down"))
+
+    async def _attach_until_it_ends(self) -> WorkerLost:
+        """One connection's life. Gives the reason why what still runs is lost."""
+        worker_id = self.member.worker_id
+        self._outbox = Outbox()
+        async with grpc.aio.insecure_channel(self.member.address, options=STREAM_OPTIONS) as channel:
+            call = pb_grpc.WorkerStub(channel).Attach(  # type: ignore[no-untyped-call]
+                metadata=((SECRET_METADATA, self._secret),)
+            )
+            tasks = [
+                asyncio.create_task(self._read(call), name=f"read {worker_id}"),
+                asyncio.create_task(self._write(call), name=f"write {worker_id}"),
+                asyncio.create_task(self._wait_until_retired(), name=f"retire {worker_id}"),
+            ]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                call.cancel()
+        errors = [error for task in done if not task.cancelled() and (error := task.exception()) is not None]
+        return WorkerLost(f"the stream to worker {worker_id} {_why_it_ended(errors)}")
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[pb.Command, pb.StepUpdates]) -> None:
+        messages = aiter(call)
+        hello = await asyncio.wait_for(anext(messages, None), HELLO_TIMEOUT_S)
+        if hello is None or hello.info.worker_id != self.member.worker_id:
+            return  # not this worker: its port may have gone to another one
+        self._join(hello)
+        async for message in messages:
+            self._dispatch(message)
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[pb.Command, pb.StepUpdates]) -> None:
+        while True:
+            command = await self._outbox.take()
+            await call.write(command)
+
+    async def _wait_until_retired(self) -> None:
+        await self._idle.wait()
+
+    async def _sleep_unless_retired(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return
+
+    def _join(self, hello: pb.StepUpdates) -> None:
+        if self._retiring:
+            return
+        info = hello.info
+        self._open = True
+        self._observer.join(
+            WorkerInfo(
+                worker_id=info.worker_id,
+                model=info.model,
+                vocab_size=info.vocab_size,
+                context=info.context,
+                num_cells=info.num_cells,
+                max_prefill_tokens=info.max_prefill_tokens,
+                max_num_seqs=info.max_num_seqs,
+            )
+        )
+        self._dispatch(hello)
+
+    def _dispatch(self, message: pb.StepUpdates) -> None:
+        if message.HasField("snapshot"):
+            snapshot = snapshot_from_proto(message.snapshot)
+            self._observer.observe(self.member.worker_id, snapshot, draining=message.snapshot.draining)
+        for entry in message.updates:
+            self._observer.settle(self.member.worker_id, entry.request_id)
+            generation = self._generations.get(entry.request_id)
+            if generation is None:
+                continue  # cancelled here; the worker's last words for it are on their way
+            update = update_from_proto(entry)
+            if isinstance(update, RequestRefused):
+                generation.refuse(update)
+            else:
+                generation.deliver(update)
+            if generation.over:
+                self._forget(entry.request_id)
+
+    def _cancel(self, request_id: int, indices: Collection[int] | None) -> None:
+        if request_id not in self._finalizers:
+            return
+        self._outbox.cancel(request_id, indices)
+        if indices is None:
+            self._forget(request_id)
+
+    def _forget(self, request_id: int) -> None:
+        self._observer.settle(self.member.worker_id, request_id)
+        self._generations.pop(request_id, None)
+        finalizer = self._finalizers.pop(request_id, None)
+        if finalizer is not None:
+            finalizer.detach()
+        self._wake_if_idle()
+
+    def _wake_if_idle(self) -> None:
+        if self._retiring and not self._finalizers:
+            self._idle.set()
+
+    def _end_all(self, error: WorkerLost) -> None:
+        orphans = list(self._generations.values())
+        for request_id in list(self._finalizers):
+            self._forget(request_id)
+        if orphans:
+            self._lost(orphans, error)
+
+
+def _why_it_ended(errors: list[BaseException]) -> str:
+    """In words, from what the stream's tasks raised; raises what is no failure of a connection."""
+    for error in errors:
+        if not isinstance(error, grpc.aio.AioRpcError | TimeoutError | asyncio.InvalidStateError):
+            raise error
+    for error in errors:
+        if isinstance(error, grpc.aio.AioRpcError):
+            return f"broke: {error.code().name} {error.details()}"
+    return f"gave no answer for {HELLO_TIMEOUT_S:g} s" if errors else "ended"
