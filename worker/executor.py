@@ -18,6 +18,7 @@ class ProgramInfo:
 
     W = `max_prefill_tokens`, m = `min_prefill_tokens`, 2 <= m <= W. `widths` ascend from 1. `num_cells` excludes the
     scratch cell. Cache geometry: per layer K and V of `[num_cells, num_kv_heads, head_dim]`.
+    `weight_bytes`: what a decode forward reads of its weights, each once; it sets the floor of a decode step.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ProgramInfo:
     dtype: str
     device: str
     bytes_per_cell: int
+    weight_bytes: int = 0
 
 
 class Executor(Protocol):
