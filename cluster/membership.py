@@ -1,9 +1,6 @@
-"""Which workers there are, as Serve sees them: from its long poll to whoever in this process subscribes.
+"""Which workers there are: from whoever learns it (`cluster.membership_router`) to whoever subscribes in this process.
 
-Serve tells a deployment's request router, in every process that holds a handle to it, the set of running replicas
-with what each recorded in `record_replica_metadata`. Serve pickles a router class by value, so the class gets copies
-of its module's globals; therefore `MembershipRouter` imports this module anew when it runs and hands what it hears to
-`board()`, of which there is one a process, as there is one Serve a process.
+Free of Ray.
 """
 
 from __future__ import annotations
@@ -12,12 +9,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
-
-from ray.serve.request_router import RequestRouter
-
-if TYPE_CHECKING:
-    from ray.serve.request_router import PendingRequest, RunningReplica
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +26,7 @@ Listener = Callable[[Members], None]
 class MembershipBoard:
     """The last membership of each deployment, and who wants to hear of it. Any thread.
 
-    Listeners are called on the thread that publishes (Serve's), one at a time and in order.
+    Listeners are called on the thread that publishes or subscribes, one at a time and in order.
     """
 
     def __init__(self) -> None:
@@ -67,7 +58,7 @@ class MembershipBoard:
 
 @cache
 def board() -> MembershipBoard:
-    """The process's one board."""
+    """The process's one board. It is found by name, not handed over, because Serve makes the publisher out of reach."""
     return MembershipBoard()
 
 
@@ -80,19 +71,3 @@ def members_of(metadata: Iterable[Mapping[str, str]]) -> Members:
     """Members from what replicas recorded; a replica that recorded nothing yet is none."""
     known = [Member(entry["worker_id"], entry["address"]) for entry in metadata if "address" in entry]
     return {member.worker_id: member for member in known}
-
-
-class MembershipRouter(RequestRouter):
-    """Serve's request router for workers: passes the membership on, and routes the few control calls anywhere."""
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        super().update_replicas(replicas)
-        from cluster.membership import board, board_key, members_of
-
-        key = board_key(self.app_name, self._deployment_id.name)
-        board().publish(key, members_of([replica.replica_metadata for replica in replicas]))
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        return [candidate_replicas]

@@ -1,0 +1,344 @@
+"""A gateway's streams to workers, over real gRPC, with a scripted worker at the other end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+import numpy as np
+import pytest
+
+from cluster.generation import RemoteGeneration
+from cluster.membership import Member, MembershipBoard, members_of
+from cluster.outbox import Outbox
+from cluster.router import Router
+from cluster.streams import Streams
+from planner.errors import NeverFits, QueueFull, RequestRefused, Unavailable, WorkerLost
+from planner.request import FinishReason, Request, Update
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc as pb_grpc
+from worker.wire import SECRET_METADATA, update_to_proto
+
+SECRET = "s3cret"
+
+
+class ScriptedWorker(pb_grpc.WorkerServicer):
+    """A worker that answers nothing by itself: `commands` is what it was sent, `say` what it sends."""
+
+    def __init__(self, worker_id: str = "w0", *, name: str | None = None, context: int = 512) -> None:
+        self.worker_id = worker_id
+        self.info = pb.WorkerInfo(
+            worker_id=name or worker_id,
+            model="m",
+            vocab_size=100,
+            context=context,
+            num_cells=1000,
+            max_prefill_tokens=64,
+            max_num_seqs=8,
+        )
+        self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()
+        self.attached = 0
+        self._out: asyncio.Queue[pb.StepUpdates | None] = asyncio.Queue()
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+
+    async def Attach(  # noqa: N802 - the protocol's name
+        self, request_iterator: AsyncIterator[pb.Command], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.StepUpdates]:
+        if (SECRET_METADATA, SECRET) not in (context.invocation_metadata() or ()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong secret")
+        self.attached += 1
+        yield pb.StepUpdates(info=self.info)
+
+        async def read() -> None:
+            async for command in request_iterator:
+                self.commands.put_nowait(command)
+
+        reader = asyncio.create_task(read())
+        try:
+            while (message := await self._out.get()) is not None:
+                yield message
+        finally:
+            self.attached -= 1
+            reader.cancel()
+
+    async def start(self) -> Member:
+        self._server = grpc.aio.server()
+        pb_grpc.add_WorkerServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+        return Member(self.worker_id, f"127.0.0.1:{self.port}")
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    def say(self, *updates: Update | RequestRefused, request_id: int = 1, snapshot: pb.Snapshot | None = None) -> None:
+        messages = [update_to_proto(request_id, update) for update in updates]
+        self._out.put_nowait(pb.StepUpdates(updates=messages, snapshot=snapshot))
+
+    def hang_up(self) -> None:
+        self._out.put_nowait(None)
+
+    async def heard(self) -> pb.Command:
+        return await asyncio.wait_for(self.commands.get(), 10)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def fleet_of(*workers: ScriptedWorker, secret: str = SECRET, wait: bool = True) -> AsyncIterator[Streams]:
+    streams = Streams("served", secret, Router(max_waiting=16))
+    members = {worker.worker_id: await worker.start() for worker in workers}
+    streams.set_members(members)
+    try:
+        if wait:
+            await until(lambda: all(worker.attached for worker in workers))
+            await until(lambda: len(streams._router.infos) == len(workers))
+        yield streams
+    finally:
+        await streams.close()
+        for worker in workers:
+            await worker.stop()
+
+
+def request(n: int = 1) -> Request:
+    return Request(prompt=np.array([1, 2, 3], np.int64), max_tokens=9, n=n)
+
+
+def tokens(*ids: int, index: int = 0, finish: FinishReason | None = None) -> Update:
+    return Update(1, index, tokens=ids, finish_reason=finish)
+
+
+async def test_a_request_reaches_the_worker_and_its_updates_come_back() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        generation = streams.submit(request())
+        command = await worker.heard()
+        assert list(command.submit.prompt) == [1, 2, 3]
+        worker.say(tokens(5))
+        assert [u.tokens for u in await generation.next()] == [(5,)]
+        worker.say(tokens(6, finish=FinishReason.STOP))
+        (last,) = await generation.next()
+        assert (last.tokens, last.finish_reason) == ((6,), FinishReason.STOP)
+        assert streams.num_live == 0
+
+
+async def test_a_late_reader_finds_one_merged_update_for_each_index() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        generation = streams.submit(request(n=2))
+        await worker.heard()
+        for token in range(4):
+            worker.say(tokens(token), tokens(10 + token, index=1))
+        worker.say(tokens(4, finish=FinishReason.LENGTH))
+        await until(lambda: generation._live == {1})
+        updates = await generation.next()
+        assert [(u.index, u.tokens, u.finish_reason) for u in updates] == [
+            (0, (0, 1, 2, 3, 4), FinishReason.LENGTH),
+            (1, (10, 11, 12, 13), None),
+        ]
+
+
+async def test_a_refusal_is_raised_by_next_and_leaves_nothing() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        generation = streams.submit(request(n=3))
+        await worker.heard()
+        worker.say(NeverFits("needs 12 cells of 10"))
+        with pytest.raises(NeverFits, match="12 cells"):
+            await generation.next()
+        assert streams.num_live == 0
+
+
+async def test_cancel_is_sent_and_silences_what_still_comes() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        generation = streams.submit(request())
+        await worker.heard()
+        generation.cancel()
+        assert (await worker.heard()).cancel == pb.Cancel(request_id=1)
+        worker.say(tokens(5, finish=FinishReason.CANCELLED))
+        assert await generation.next() == []
+        assert streams.num_live == 0
+
+
+async def test_cancel_of_one_index_leaves_the_others_running() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        generation = streams.submit(request(n=3))
+        await worker.heard()
+        generation.cancel([1])
+        generation.cancel([1])
+        assert list((await worker.heard()).cancel.indices) == [1]
+        worker.say(tokens(7, index=1), tokens(8, index=2))
+        assert [u.index for u in await generation.next()] == [2]
+        generation.cancel()
+        assert list((await worker.heard()).cancel.indices) == []
+        assert worker.commands.empty()
+
+
+async def test_a_generation_that_nobody_holds_is_cancelled() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        generation = streams.submit(request())
+        await worker.heard()
+        del generation
+        gc.collect()
+        assert (await worker.heard()).cancel.request_id == 1
+        assert streams.num_live == 0
+
+
+async def test_a_broken_stream_ends_what_ran_on_it_and_opens_again() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        generation = streams.submit(request(n=2))
+        await worker.heard()
+        worker.say(tokens(5))
+        worker.hang_up()
+        await until(lambda: generation.over)
+        updates = await generation.next()
+        assert [u.tokens for u in updates] == [(5,), ()]
+        assert all(u.finish_reason is FinishReason.FAILED and isinstance(u.error, WorkerLost) for u in updates)
+        await until(lambda: streams.ready)
+        assert streams.submit(request()).request_id == 2
+
+
+async def test_a_worker_that_is_gone_takes_nothing_while_another_goes_on() -> None:
+    lost, kept = ScriptedWorker("a"), ScriptedWorker("b")
+    async with fleet_of(lost, kept) as streams:
+        await lost.stop()
+        await until(lambda: [info.worker_id for info in streams._router.infos] == ["b"])
+        for _ in range(3):
+            streams.submit(request()).cancel()
+        assert lost.commands.empty()
+
+
+async def test_a_retired_worker_finishes_what_runs_and_gets_nothing_new() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        generation = streams.submit(request())
+        await worker.heard()
+        streams.set_members({})
+        assert not streams.ready
+        with pytest.raises(Unavailable):
+            streams.submit(request())
+        worker.say(tokens(5))
+        assert [u.tokens for u in await generation.next()] == [(5,)]
+        assert worker.attached == 1
+        worker.say(tokens(6, finish=FinishReason.STOP))
+        assert [u.finish_reason for u in await generation.next()] == [FinishReason.STOP]
+        await until(lambda: worker.attached == 0)
+        await until(lambda: not streams._tasks)
+
+
+async def test_a_draining_worker_makes_the_fleet_not_ready() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        worker.say(snapshot=pb.Snapshot(capacity=1000, free_cells=1000, step=1, draining=True))
+        await until(lambda: not streams.ready)
+
+
+async def test_the_model_is_what_the_smallest_worker_can_do_and_stays_known() -> None:
+    async with fleet_of(ScriptedWorker("a", context=512), ScriptedWorker("b", context=256)) as streams:
+        model = streams.model
+        assert model is not None
+        assert (model.name, model.context) == ("served", 256)
+        streams.set_members({})
+        await until(lambda: not streams._tasks)
+        assert streams.model == model
+
+
+async def test_a_wrong_secret_opens_nothing() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker, secret="guess", wait=False) as streams:
+        await asyncio.sleep(0.3)
+        assert not streams.ready
+        assert worker.attached == 0
+
+
+async def test_a_port_that_went_to_another_worker_is_not_joined() -> None:
+    worker = ScriptedWorker(name="another")
+    async with fleet_of(worker, wait=False) as streams:
+        await until(lambda: worker.attached > 0)
+        await asyncio.sleep(0.1)
+        assert not streams.ready
+
+
+async def test_a_worker_that_comes_late_is_found() -> None:
+    worker = ScriptedWorker()
+    member = await worker.start()
+    await worker.stop()
+    streams = Streams("served", SECRET, Router(max_waiting=16))
+    streams.set_members({"w0": member})
+    try:
+        await asyncio.sleep(0.2)
+        assert streams.model is None
+        await worker.start()
+        await until(lambda: streams.ready)
+    finally:
+        await streams.close()
+        await worker.stop()
+
+
+async def test_closing_ends_everything() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        generation = streams.submit(request())
+        await streams.close()
+        (update,) = await generation.next()
+        assert isinstance(update.error, WorkerLost)
+        assert streams.num_live == 0
+
+
+async def test_the_outbox_is_bounded_and_forgets_what_was_cancelled_in_time() -> None:
+    outbox = Outbox(max_submits=2)
+    outbox.submit(pb.Submit(request_id=1))
+    outbox.submit(pb.Submit(request_id=2))
+    with pytest.raises(QueueFull):
+        outbox.submit(pb.Submit(request_id=3))
+    outbox.cancel(2, [0])
+    outbox.cancel(2, None)
+    outbox.submit(pb.Submit(request_id=3))
+    outbox.cancel(3, [1])
+    outbox.cancel(3, [0])
+    taken = [await outbox.take() for _ in range(3)]
+    assert [c.submit.request_id for c in taken[:2]] == [1, 3]
+    assert list(taken[2].cancel.indices) == [0, 1]
+
+
+async def test_a_cancel_while_the_reader_waits_wakes_it() -> None:
+    generation = RemoteGeneration(1, request(), lambda _indices: None)
+    reader = asyncio.create_task(generation.next())
+    await asyncio.sleep(0)
+    generation.cancel()
+    assert await reader == []
+
+
+async def test_a_cancel_keeps_the_unread_end_of_another_index() -> None:
+    sent: list[object] = []
+    generation = RemoteGeneration(1, request(n=2), sent.append)
+    generation.deliver(tokens(5, finish=FinishReason.STOP))
+    generation.cancel([1])
+    assert sent == [None]
+    assert [u.finish_reason for u in await generation.next()] == [FinishReason.STOP]
+
+
+def test_a_subscriber_hears_the_membership_as_it_is_and_as_it_changes() -> None:
+    board = MembershipBoard()
+    board.publish("app/Worker", members_of([{"worker_id": "a", "address": "h:1"}, {}]))
+    heard: list[list[str]] = []
+    unsubscribe = board.subscribe("app/Worker", lambda members: heard.append(sorted(members)))
+    board.publish("app/Worker", {})
+    board.publish("other/Worker", members_of([{"worker_id": "b", "address": "h:2"}]))
+    unsubscribe()
+    board.publish("app/Worker", members_of([{"worker_id": "c", "address": "h:3"}]))
+    assert heard == [["a"], []]
