@@ -1,46 +1,32 @@
-"""`raycomb bench offline`: how fast one engine in this process decodes and prefills, beside what its memory allows."""
+"""How fast one engine in this process decodes and prefills. Runs loads and times them; the command is elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
 from cluster import workload
 from cluster.offline_engine import OfflineEngine
-from cluster.workload import Item, Workload
-from planner.errors import RequestFailed
+from cluster.workload import Item
+from planner.errors import RequestFailed, RequestRefused
 from planner.request import FinishReason, Request, SamplingParams, Update
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What to measure. Lengths are tokens; `repeats` runs are made of each point and the fastest one counts."""
-
-    workload: Workload
-    batch_sizes: tuple[int, ...] = (1, 8, 32)
-    input_len: int = 128
-    output_len: int = 256
-    num_prompts: int = 64
-    shortest: int = 100
-    longest: int = 1024
-    seed: int = 0
-    repeats: int = 2
-
-
-@dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """One batch size. `step_ms`: time of one token of every sequence, prefill taken off. `context`: mean length."""
+    """One batch size. `step_ms`: time of one token of every sequence, with the prefill taken off. `context`: the
+    mean length of a sequence meanwhile. `prefill_s`: all prompts and one token each."""
 
     batch: int
+    context: int
     step_ms: float
     tokens_per_s: float
     prefill_s: float
-    context: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,72 +37,71 @@ class ThroughputPoint:
     input_tokens: int
     output_tokens: int
     seconds: float
-
-    @property
-    def figures(self) -> dict[str, float]:
-        return asdict(self) | {
-            "input_tokens_per_s": self.input_tokens / self.seconds,
-            "output_tokens_per_s": self.output_tokens / self.seconds,
-        }
+    input_tokens_per_s: float
+    output_tokens_per_s: float
 
 
-class Bench:
-    """Runs loads on one engine and times them. Answers are greedy and always of full length."""
+class OfflineBench:
+    """Runs loads on one engine and times them. Answers are greedy and always of full length.
 
-    def __init__(self, engine: OfflineEngine, vocab_size: int, max_in_flight: int) -> None:
+    Of `repeats` runs of the same load the fastest one counts, since whatever else disturbs a run only slows it. The
+    engine must have no prefix cache, or the second run would find the first one's prompts.
+    """
+
+    def __init__(self, engine: OfflineEngine, *, max_in_flight: int, repeats: int, seed: int) -> None:
         self._engine = engine
-        self._vocab_size = vocab_size
+        self._vocab_size = engine.info.vocab_size
         self._max_in_flight = max_in_flight
+        self._repeats = repeats
+        self._seed = seed
 
     def warm_up(self) -> None:
-        self.seconds(workload.uniform(4, 32, 8, vocab_size=self._vocab_size, seed=1))
+        """Run everything once that is slow the first time."""
+        self.seconds(self._uniform(4, 32, 8))
 
-    def decode(self, load: Load) -> list[DecodePoint]:
-        """(Time for 1 + N tokens) - (time for 1 token), over N, for each batch size."""
-        points = []
-        for batch in load.batch_sizes:
-            one = self._best(self._uniform(load, batch, 1), load.repeats)
-            full = self._best(self._uniform(load, batch, 1 + load.output_len), load.repeats)
-            step_s = (full - one) / load.output_len
-            context = load.input_len + load.output_len // 2
-            points.append(DecodePoint(batch, step_s * 1e3, batch / step_s, one, context))
-        return points
+    def decode(self, batch: int, *, input_len: int, output_len: int) -> DecodePoint:
+        """(Time for 1 + `output_len` tokens) - (time for 1 token), over `output_len`, of `batch` sequences."""
+        one = self._fastest(self._uniform(batch, input_len, 1))
+        full = self._fastest(self._uniform(batch, input_len, 1 + output_len))
+        step_s = max(full - one, 1e-9) / output_len
+        return DecodePoint(batch, input_len + output_len // 2, step_s * 1e3, batch / step_s, one)
 
-    def throughput(self, load: Load) -> ThroughputPoint:
-        """The mixed or the prefill load, whole."""
-        if load.workload is Workload.MIXED:
-            lengths = (load.shortest, load.longest)
-            items = workload.mixed(load.num_prompts, lengths, vocab_size=self._vocab_size, seed=load.seed)
-        else:
-            items = self._uniform(load, load.num_prompts, 1)
-        seconds = self._best(items, load.repeats)
-        return ThroughputPoint(len(items), workload.total_input(items), workload.total_output(items), seconds)
+    def mixed(self, num_prompts: int, lengths: tuple[int, int]) -> ThroughputPoint:
+        """Prompts and answers of random lengths, all sent at once."""
+        return self._throughput(workload.mixed(num_prompts, lengths, vocab_size=self._vocab_size, seed=self._seed))
+
+    def prefill(self, num_prompts: int, *, input_len: int) -> ThroughputPoint:
+        """Prompts of one length, one token of answer each."""
+        return self._throughput(self._uniform(num_prompts, input_len, 1))
 
     def seconds(self, items: Sequence[Item]) -> float:
-        """From the first submit to the last token. Raises the error of a sequence that was refused or failed."""
+        """From the first submit to the last token. Raises the error of a request that was refused or failed."""
         requests = [
             (key, Request(np.asarray(item.prompt, dtype=np.int64), item.output_len, GREEDY))
             for key, item in enumerate(items)
         ]
         start = time.perf_counter()
-        num_tokens = 0
-        for news in self._engine.run(requests, self._max_in_flight):
-            num_tokens += len(_checked(news.update).tokens)
+        num_tokens = sum(_num_tokens(news.update) for news in self._engine.run(requests, self._max_in_flight))
         seconds = time.perf_counter() - start
         if num_tokens != workload.total_output(items):
             raise RequestFailed(f"{num_tokens} tokens came where {workload.total_output(items)} were asked for")
         return seconds
 
-    def _best(self, items: Sequence[Item], repeats: int) -> float:
-        return min(self.seconds(items) for _ in range(repeats))
+    def _throughput(self, items: Sequence[Item]) -> ThroughputPoint:
+        seconds = self._fastest(items)
+        num_in, num_out = workload.total_input(items), workload.total_output(items)
+        return ThroughputPoint(len(items), num_in, num_out, seconds, num_in / seconds, num_out / seconds)
 
-    def _uniform(self, load: Load, num_prompts: int, output_len: int) -> list[Item]:
-        return workload.uniform(num_prompts, load.input_len, output_len, vocab_size=self._vocab_size, seed=load.seed)
+    def _fastest(self, items: Sequence[Item]) -> float:
+        return min(self.seconds(items) for _ in range(self._repeats))
+
+    def _uniform(self, num_prompts: int, input_len: int, output_len: int) -> list[Item]:
+        return workload.uniform(num_prompts, input_len, output_len, vocab_size=self._vocab_size, seed=self._seed)
 
 
-def _checked(update: Update | Exception) -> Update:
-    if isinstance(update, Exception):
+def _num_tokens(update: Update | RequestRefused) -> int:
+    if isinstance(update, RequestRefused):
         raise update
-    if update.finish_reason is FinishReason.FAILED and update.error is not None:
-        raise update.error
-    return update
+    if update.finish_reason is FinishReason.FAILED:
+        raise update.error or RequestFailed("a sequence failed without saying why")
+    return len(update.tokens)

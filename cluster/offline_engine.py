@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from planner.errors import RequestRefused
 from planner.limits import Limits
 from planner.request import Request, Update
+from worker.config import EngineConfig
 from worker.engine import Engine, StepReport
 from worker.executor import Executor, ProgramInfo
 
@@ -85,3 +86,14 @@ def open_offline(
         yield OfflineEngine(engine, info)
     finally:
         engine.stop()
+
+
+@contextmanager
+def open_model(config: EngineConfig) -> Iterator[OfflineEngine]:
+    """The engine of a real program. Raises `SetupError` where the checkpoint or the machine does not allow it."""
+    from worker.program import build_executor, limits_for  # loads torch: for processes that run a model only
+
+    with open_offline(
+        lambda: build_executor(config), lambda info: limits_for(config, info), inbox_size=config.max_waiting
+    ) as engine:
+        yield engine
