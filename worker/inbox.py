@@ -1,0 +1,137 @@
+"""What clients tell the engine: the one door through which other threads reach it. Bounded, and deaf to repetition.
+
+Submits queue up to a size. Cancels and closes are never turned away: there is at most one cancel a live key, and one
+close a client. A cancel that came while its submit was still queued is delivered together with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from planner.errors import InvalidRequest, QueueFull, Unavailable
+from planner.request import Request
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class Submit(Generic[C]):
+    client: C
+    key: int
+    request: Request
+
+
+@dataclass(slots=True)
+class Mail(Generic[C]):
+    """All that came since the last look. To be applied in the order of the fields.
+
+    `cancels` maps (client, key) to the indices to cancel, None for all. `nudged`: the clients want to hear news.
+    """
+
+    connects: list[C] = field(default_factory=list)
+    submits: list[Submit[C]] = field(default_factory=list)
+    cancels: dict[tuple[C, int], frozenset[int] | None] = field(default_factory=dict)
+    closes: list[C] = field(default_factory=list)
+    nudged: bool = False
+    stopping: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.connects or self.submits or self.cancels or self.closes or self.nudged or self.stopping)
+
+
+class Inbox(Generic[C]):
+    """Owner: the engine, which alone calls `take` and `forget`. Every other method may be called on any thread,
+    returns at once, and may be called from inside a listener."""
+
+    def __init__(self, size: int) -> None:
+        """`size`: submits that may wait to be looked at."""
+        self._size = size
+        self._condition = threading.Condition()
+        self._mail: Mail[C] = Mail()
+        self._live: dict[C, set[int]] = {}
+        self._refusing: str | None = None
+
+    def connect(self, client: C) -> None:
+        """Raises `Unavailable` once requests are refused."""
+        with self._condition:
+            self._check_open()
+            self._live[client] = set()
+            self._mail.connects.append(client)
+            self._condition.notify()
+
+    def submit(self, client: C, key: int, request: Request) -> None:
+        """Raises `QueueFull`, `Unavailable`, or `InvalidRequest` for a key that is live. Nothing has then changed."""
+        with self._condition:
+            self._check_open()
+            live = self._live.get(client)
+            if live is None:
+                raise Unavailable("this client is closed")
+            if key in live:
+                raise InvalidRequest(f"request {key} is already running", param="request_id")
+            if len(self._mail.submits) >= self._size:
+                raise QueueFull(f"the worker's inbox holds {self._size} requests already")
+            live.add(key)
+            self._mail.submits.append(Submit(client, key, request))
+            self._condition.notify()
+
+    def cancel(self, client: C, key: int, indices: Collection[int] | None) -> None:
+        """Harmless for a key that has ended or never was."""
+        with self._condition:
+            if key not in self._live.get(client, ()):
+                return
+            before = self._mail.cancels.get((client, key), frozenset())
+            both = None if indices is None or before is None else before | frozenset(indices)
+            self._mail.cancels[client, key] = both
+            self._condition.notify()
+
+    def close(self, client: C) -> None:
+        """Harmless the second time."""
+        with self._condition:
+            if self._live.pop(client, None) is not None:
+                self._mail.closes.append(client)
+                self._condition.notify()
+
+    def refuse(self, why: str) -> None:
+        """From now on submits and connects raise `Unavailable(why)`; what is queued stays. Clients get a report."""
+        with self._condition:
+            self._refusing = why
+            self._mail.nudged = True
+            self._condition.notify()
+
+    def stop(self, why: str) -> None:
+        with self._condition:
+            self._refusing = why
+            self._mail.stopping = True
+            self._condition.notify()
+
+    def take(self, *, wait: bool) -> Mail[C]:
+        """All mail; with `wait`, blocks until there is some."""
+        with self._condition:
+            while wait and not self._mail:
+                self._condition.wait()
+            mail, self._mail = self._mail, Mail()
+            return mail
+
+    def live(self) -> list[tuple[C, int]]:
+        """Keys that were submitted and have not had their last news, of clients that are not closed."""
+        with self._condition:
+            return [(client, key) for client, keys in self._live.items() for key in keys]
+
+    @property
+    def num_live(self) -> int:
+        with self._condition:
+            return sum(map(len, self._live.values()))
+
+    def forget(self, ended: Iterable[tuple[C, int]]) -> None:
+        """These keys have had their last news: they may be submitted again, and cancels for them mean nothing."""
+        with self._condition:
+            for client, key in ended:
+                self._live.get(client, set()).discard(key)
+                self._mail.cancels.pop((client, key), None)
+
+    def _check_open(self) -> None:
+        if self._refusing is not None:
+            raise Unavailable(self._refusing)

@@ -1,0 +1,115 @@
+"""What one gateway has not been sent yet. Owner: the event loop.
+
+When the gateway reads slower than the engine steps, the news of one sequence merge into one update: what waits is
+bounded by the sequences and their budgets, not by the number of steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from planner.errors import InvalidRequest, RequestRefused
+from planner.request import Update
+from protos import worker_pb2 as pb
+from worker import wire
+from worker.engine import StepReport
+
+MAX_UNREAD_ENDS = 4096
+"""While a gateway leaves more ends than this unread, its commands are not read: it cannot pile them up."""
+
+
+class Outbox:
+    """Takes reports in, and gives out one message at a time that holds all there is."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}
+        self._updates: dict[tuple[int, int], Update] = {}
+        self._refusals: list[tuple[int, RequestRefused]] = []
+        self._snapshot: pb.Snapshot | None = None
+        self._num_unread_ends = 0
+        self._finished = False
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is open and everything was given out."""
+        return not (self._open or self._updates or self._refusals)
+
+    def check_new(self, request_id: int) -> None:
+        """Raises `InvalidRequest` while the last news of a request of this id were not given out."""
+        if request_id in self._open:
+            raise InvalidRequest(f"request {request_id} is already running on this stream", param="request_id")
+
+    def open(self, request_id: int, n: int) -> None:
+        self._open[request_id] = n
+
+    def refuse(self, request_id: int, refusal: RequestRefused) -> None:
+        self._refusals.append((request_id, refusal))
+        self._note_end()
+        self._news.set()
+
+    def add(self, report: StepReport, *, draining: bool) -> None:
+        for request_id, news in report.updates:
+            if isinstance(news, RequestRefused):
+                del self._open[request_id]
+                self.refuse(request_id, news)
+            else:
+                key = request_id, news.index
+                before = self._updates.get(key)
+                self._updates[key] = news if before is None else merged(before, news)
+                if news.finish_reason is not None:
+                    self._note_end()
+        self._snapshot = wire.snapshot_to_proto(report.snapshot, draining=draining)
+        self._news.set()
+
+    def finish(self) -> None:
+        """Give out what there is, and then nothing more."""
+        self._finished = True
+        self._news.set()
+
+    async def wait_for_room(self) -> None:
+        await self._room.wait()
+
+    async def next(self) -> pb.StepUpdates | None:
+        """Wait for news; all of them as one message. None when there will be none."""
+        await self._news.wait()
+        if not self._finished:
+            self._news.clear()
+        elif self._snapshot is None and not self._refusals:
+            return None
+        message = pb.StepUpdates(snapshot=self._snapshot)
+        for (request_id, _), update in self._updates.items():
+            message.updates.append(wire.update_to_proto(request_id, update))
+            if update.finish_reason is not None:
+                self._close(request_id)
+        message.updates.extend(wire.update_to_proto(request_id, refusal) for request_id, refusal in self._refusals)
+        self._updates, self._refusals, self._snapshot = {}, [], None
+        self._num_unread_ends = 0
+        self._room.set()
+        return message
+
+    def _note_end(self) -> None:
+        self._num_unread_ends += 1
+        if self._num_unread_ends > MAX_UNREAD_ENDS:
+            self._room.clear()
+
+    def _close(self, request_id: int) -> None:
+        self._open[request_id] -= 1
+        if self._open[request_id] == 0:
+            del self._open[request_id]
+
+
+def merged(before: Update, after: Update) -> Update:
+    """Two consecutive updates of one sequence as one."""
+    return Update(
+        request_id=after.request_id,
+        index=after.index,
+        tokens=before.tokens + after.tokens,
+        logprobs=before.logprobs + after.logprobs,
+        prompt_logprobs=before.prompt_logprobs + after.prompt_logprobs,
+        num_cached_tokens=max(before.num_cached_tokens, after.num_cached_tokens),
+        finish_reason=after.finish_reason,
+        error=after.error,
+    )

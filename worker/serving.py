@@ -1,0 +1,188 @@
+"""The worker's end of the data plane: one gRPC stream for each gateway, one message a step on each.
+
+Runs on an event loop beside the engine's thread. Not for clients: gateways are, and they hold the secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from planner.errors import RequestRefused, Unavailable
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from worker import wire
+from worker.engine import Client, Engine, EngineState, Listener, StepReport
+from worker.executor import ProgramInfo
+from worker.outbox import Outbox
+
+logger = logging.getLogger(__name__)
+
+SERVER_OPTIONS = (
+    *wire.CHANNEL_OPTIONS,
+    # Gateways ping a quiet worker; that is wanted and no abuse.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Two workers of one node on one port must be an error, not a lottery.
+    ("grpc.so_reuseport", 0),
+)
+
+Context = Any  # grpc.aio.ServicerContext[pb.Command, pb.StepUpdates]; grpc ships no types
+
+
+class DataPlaneServer:
+    """Serves one started engine. Lives on one event loop, whose owner calls the methods.
+
+    Order of a quiet end: `drain`, `Engine.stop` (off the loop, it blocks), `stop`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        info: ProgramInfo,
+        worker_id: str,
+        secret: str,
+        max_num_seqs: int,
+        host: str,
+        port: int = 0,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
+        """`host` is the address to bind, that gateways reach; port 0 takes a free one. `credentials` turn TLS on."""
+        self._attachments = _Attachments(engine, _worker_info(info, worker_id, max_num_seqs), secret)
+        self._engine = engine
+        self._host = f"[{host}]" if ":" in host else host
+        self._port = port
+        self._credentials = credentials
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> str:
+        """Listen; return the bound "host:port". Raises `RuntimeError` when the port is taken."""
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self._attachments, server)
+        wanted = f"{self._host}:{self._port}"
+        if self._credentials is None:
+            port = server.add_insecure_port(wanted)
+        else:
+            port = server.add_secure_port(wanted, self._credentials)
+        await server.start()
+        self._server = server
+        return f"{self._host}:{port}"
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the others; whether all had ended, and were sent, within the time."""
+        self._engine.drain()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._attachments.wait_idle()
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self, grace_s: float) -> None:
+        """Send what there is, end every stream, and close; streams that do not end within `grace_s` are cut."""
+        self._attachments.finish()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+
+class _Attachments(worker_pb2_grpc.WorkerServicer):
+    """The open streams. A stream's end, for whatever reason, cancels everything that came over it."""
+
+    def __init__(self, engine: Engine, info: pb.WorkerInfo, secret: str) -> None:
+        self._engine = engine
+        self._info = info
+        self._secret = secret.encode()
+        self._outboxes: set[Outbox] = set()
+        self._sent = asyncio.Event()
+
+    async def Attach(self, commands: AsyncIterator[pb.Command], context: Context) -> None:  # noqa: N802 - gRPC's name
+        if not self._knows_secret(context):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{wire.SECRET_METADATA} is missing or wrong")
+        outbox = Outbox()
+        try:
+            client = self._engine.connect(self._listener(outbox))
+        except Unavailable as refusal:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, refusal.message)
+        self._outboxes.add(outbox)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reader = tasks.create_task(self._read(commands, client, outbox))
+                await self._write(outbox, context)
+                reader.cancel()
+        finally:
+            client.close()
+            self._outboxes.discard(outbox)
+            self._sent.set()
+
+    async def wait_idle(self) -> None:
+        """Until no stream has an open request or anything unsent."""
+        while not all(outbox.is_idle for outbox in self._outboxes):
+            self._sent.clear()
+            await self._sent.wait()
+
+    def finish(self) -> None:
+        for outbox in self._outboxes:
+            outbox.finish()
+
+    async def _read(self, commands: AsyncIterator[pb.Command], client: Client, outbox: Outbox) -> None:
+        async for command in commands:
+            await outbox.wait_for_room()
+            match command.WhichOneof("command"):
+                case "submit":
+                    _submit(command.submit, client, outbox)
+                case "cancel":
+                    client.cancel(command.cancel.request_id, tuple(command.cancel.indices) or None)
+                case None:
+                    logger.warning("a gateway sent a command that this version does not know")
+        outbox.finish()
+
+    async def _write(self, outbox: Outbox, context: Context) -> None:
+        await context.write(pb.StepUpdates(info=self._info))
+        while (message := await outbox.next()) is not None:
+            await context.write(message)
+            self._sent.set()
+
+    def _listener(self, outbox: Outbox) -> Listener:
+        loop = asyncio.get_running_loop()
+
+        def listen(report: StepReport) -> None:
+            draining = self._engine.state is not EngineState.RUNNING
+            loop.call_soon_threadsafe(lambda: outbox.add(report, draining=draining))
+
+        return listen
+
+    def _knows_secret(self, context: Context) -> bool:
+        given = dict(context.invocation_metadata() or ()).get(wire.SECRET_METADATA, "")
+        return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._secret)
+
+
+def _submit(submit: pb.Submit, client: Client, outbox: Outbox) -> None:
+    try:
+        outbox.check_new(submit.request_id)
+        request = wire.request_from_proto(submit)
+        client.submit(submit.request_id, request)
+    except RequestRefused as refusal:
+        outbox.refuse(submit.request_id, refusal)
+    else:
+        outbox.open(submit.request_id, request.n)
+
+
+def _worker_info(info: ProgramInfo, worker_id: str, max_num_seqs: int) -> pb.WorkerInfo:
+    return pb.WorkerInfo(
+        worker_id=worker_id,
+        model=info.name,
+        vocab_size=info.vocab_size,
+        context=info.context,
+        num_cells=info.num_cells,
+        max_prefill_tokens=info.max_prefill_tokens,
+        min_prefill_tokens=info.min_prefill_tokens,
+        max_num_seqs=max_num_seqs,
+        device=info.device,
+        dtype=info.dtype,
+    )
