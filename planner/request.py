@@ -89,6 +89,8 @@ class Request:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
+        if self.prompt.ndim != 1 or self.prompt.dtype.kind not in "iu":
+            raise InvalidRequest("the prompt must be one list of token ids, all integers", param="prompt")
         if len(self.prompt) == 0:
             raise InvalidRequest("the prompt is empty; it needs at least one token", param="prompt")
         _in_range("max_tokens", self.max_tokens, 0 if self.prompt_logprobs else 1, 2**31 - 1)

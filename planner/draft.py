@@ -1,0 +1,71 @@
+"""A step being decided: who takes how many tokens. Nothing is claimed before the draft is packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from planner.limits import Limits
+from planner.memory import Memory
+from planner.metrics import Metrics
+from planner.sequence import Sequence
+from planner.slices import plan_slices
+from planner.step import Chunk, Step
+
+
+@dataclass(slots=True)
+class Draft:
+    """Tokens of the step to be, by sequence and in packing order; each of them needs one cell.
+
+    `may_preempt`: whether a sequence may lose its cells for the sake of this step. `must_commit`: one would have to,
+    and may not, so this draft is void until the step in flight is committed.
+    """
+
+    may_preempt: bool
+    takes: dict[Sequence, int] = field(default_factory=dict)
+    num_tokens: int = 0
+    must_commit: bool = False
+
+    def take(self, sequence: Sequence, length: int) -> None:
+        self.takes[sequence] = self.takes.get(sequence, 0) + length
+        self.num_tokens += length
+
+    def drop(self, sequence: Sequence) -> None:
+        self.num_tokens -= self.takes.pop(sequence, 0)
+
+
+def pack(draft: Draft, number: int, memory: Memory, limits: Limits, metrics: Metrics) -> Step:
+    """Claim the cells of a draft and make it a step; its sequences count as planned up to there."""
+    memory.claim(draft.takes)
+    chunks = tuple(_chunk(sequence, length, memory) for sequence, length in draft.takes.items())
+    for sequence, length in draft.takes.items():
+        sequence.num_planned += length
+        sequence.num_in_flight += 1
+    lone = all(chunk.length == 1 and chunk.samples and chunk.prompt_targets is None for chunk in chunks)
+    widths = limits.widths if lone else (1,)
+    slices = plan_slices(draft.num_tokens, limits.max_prefill_tokens, limits.min_prefill_tokens, widths)
+    metrics.count_step(slices, widths)
+    return Step(number, chunks, tuple(slices), memory.take_dropped())
+
+
+def _chunk(sequence: Sequence, length: int, memory: Memory) -> Chunk:
+    family, request = sequence.family, sequence.family.request
+    start, end, num_known = sequence.num_planned, sequence.num_planned + length, len(sequence.tokens)
+    samples = end >= num_known and request.max_tokens > 0 and sequence.finish_reason is None
+    num_generated = end - sequence.num_prompt
+    targets = None
+    if start + 1 < sequence.num_prompt and family.owes_prompt_logprobs(sequence):
+        targets = sequence.tokens.view(start + 1, min(end + 1, sequence.num_prompt))
+    assert sequence.cells_id is not None
+    return Chunk(
+        sequence_id=sequence.cells_id,
+        start=start,
+        length=length,
+        cells=memory.cells(sequence),
+        tokens=sequence.tokens.view(start, end) if start < num_known else None,
+        samples=samples,
+        sampling=sequence.sampling,
+        prompt_targets=targets,
+        history=sequence.tokens.view(0, end) if samples and sequence.sampling.needs_history else None,
+        num_prompt=sequence.num_prompt,
+        masked=request.stop_token_ids if samples and num_generated < request.min_tokens else frozenset(),
+    )

@@ -1,0 +1,262 @@
+"""The planner: what a worker runs next. It decides in integers and moves no bytes.
+
+`plan` packs a step: one token of every decoding sequence first, in admission order, then chunks of prompts in
+rotation. `commit` applies what came of it. Between the two a second step may be planned (`max_steps_in_flight`): its
+decodes are fed on the device with tokens that the host has not seen, so a stop found at a commit costs the one token
+of the later step, which is discarded; the cells of such a sequence go back when no step in flight holds them.
+
+When cells run out, cached prefixes are evicted, then the newest sequence of the lowest class is preempted: it waits
+again, keeps its tokens, and recomputes them later. The oldest always gets its cells, so all end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from planner.admission import check_request
+from planner.draft import pack
+from planner.errors import QueueFull, RequestFailed, RequestRefused
+from planner.limits import Limits, Snapshot
+from planner.memory import Memory
+from planner.metrics import Metrics
+from planner.request import FinishReason, Request, Update
+from planner.schedule import Schedule
+from planner.sequence import Family, Sequence, accept
+from planner.step import Chunk, ChunkOutput, Step, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step planned and not yet committed, and the sequences of its chunks."""
+
+    step: Step
+    sequences: tuple[Sequence, ...]
+
+
+class Planner:
+    """Owner of every sequence and cell of one worker. Only the engine's thread calls it; it never blocks.
+
+    Each sequence of an accepted request gets exactly one update with a finish reason, from whichever call ends it.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.metrics = Metrics()
+        self._memory = Memory(limits, self.metrics)
+        self._schedule = Schedule(limits, self._memory, self.metrics)
+        self._families: dict[int, Family] = {}
+        self._in_flight: deque[_Flight] = deque()
+        self._last_request_id = 0
+        self._last_planned = 0
+        self._last_committed = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits, runs, or is in flight. With nothing in flight, `plan` then has a step."""
+        return self._schedule.busy or bool(self._in_flight)
+
+    def submit(self, request: Request) -> int:
+        """Accept a request; returns its id, which ascends from 1.
+
+        Raises `InvalidRequest`, `ContextLengthExceeded` or `NeverFits` when it could never run, and `QueueFull` when
+        `max_waiting` wait already.
+        """
+        num_waiting = len(self._schedule.waiting)
+        try:
+            check_request(request, self.limits)
+            if num_waiting >= self.limits.max_waiting:
+                raise QueueFull(f"{num_waiting} requests are waiting, and no more than that may")
+        except RequestRefused:
+            self.metrics.num_requests_refused += 1
+            raise
+        self._last_request_id += 1
+        family = accept(self._last_request_id, request)
+        self._families[family.request_id] = family
+        self._schedule.waiting.add(family.live[0])
+        self.metrics.num_requests_submitted += 1
+        self.metrics.num_sequences_accepted += request.n
+        return family.request_id
+
+    def cancel(self, request_id: int, indices: Collection[int] | None = None) -> list[Update]:
+        """End a request's sequences, or those of `indices`, and say so; nothing for what is unknown or has ended.
+
+        Their cells are back at once, or else at the commit of the last step in flight that holds them.
+        """
+        family = self._families.get(request_id)
+        if family is None:
+            return []
+        chosen = [index for index in family.indices if indices is None or index in indices]
+        return [self._end(family, index, FinishReason.CANCELLED) for index in chosen]
+
+    def cancel_all(self) -> list[Update]:
+        """End every sequence; steps in flight are still to be committed."""
+        return [update for request_id in list(self._families) for update in self.cancel(request_id)]
+
+    def fail_all(self, error: RequestFailed) -> list[Update]:
+        """The executor is dead: end every sequence with `error`; forget the steps in flight and all cached cells."""
+        for flight in self._in_flight:
+            for sequence in flight.sequences:
+                sequence.num_in_flight = 0
+                self._take_back(sequence)
+        self._in_flight.clear()
+        families = list(self._families.values())
+        updates = [self._end(f, index, FinishReason.FAILED, error) for f in families for index in f.indices]
+        self._memory.prefixes.clear()
+        return updates
+
+    def plan(self) -> Step | None:
+        """The next step; None when there is nothing to do, or nothing before the step in flight is committed."""
+        if len(self._in_flight) >= self.limits.max_steps_in_flight:
+            return None
+        draft = self._schedule.draft(in_flight=bool(self._in_flight))
+        if draft.must_commit or not draft.takes:
+            return None
+        self._last_planned += 1
+        step = pack(draft, self._last_planned, self._memory, self.limits, self.metrics)
+        self._schedule.advance(draft)
+        self._in_flight.append(_Flight(step, tuple(draft.takes)))
+        return step
+
+    def commit(self, step: Step, result: StepResult) -> list[Update]:
+        """Apply the outcome of the oldest step in flight; at most one update a sequence.
+
+        Raises ValueError, and nothing changed, when the step is another one or the result does not fit it.
+        """
+        if not self._in_flight or self._in_flight[0].step is not step:
+            raise ValueError(f"step {step.number} is not the oldest in flight")
+        _check_result(step, result)
+        flight = self._in_flight.popleft()
+        self._last_committed = step.number
+        updates: list[Update] = []
+        for sequence, chunk, outcome in zip(flight.sequences, step.chunks, result.outcomes, strict=True):
+            sequence.num_in_flight -= 1
+            if sequence.has_left:
+                self._take_back(sequence)
+            elif isinstance(outcome, RequestFailed):
+                updates += self._fail(sequence, outcome)
+            else:
+                updates += self._apply(sequence, chunk, outcome)
+        return updates
+
+    def snapshot(self) -> Snapshot:
+        """The state between two calls; O(running sequences)."""
+        table, schedule = self._memory.table, self._schedule
+        return Snapshot(
+            capacity=table.capacity,
+            free_cells=table.free,
+            owned_cells=table.owned,
+            cached_cells=table.cached,
+            num_running=schedule.num_running,
+            num_waiting=len(schedule.waiting),
+            queued_prefill_tokens=schedule.waiting.num_tokens + schedule.num_to_prefill,
+            step=self._last_committed,
+        )
+
+    def check(self) -> None:
+        """Verify every invariant, in O(capacity); for tests and debugging."""
+        self._memory.check()
+        self._schedule.check()
+        assert bool(self._families) == self._schedule.busy, "a family without a sequence, or the reverse"
+
+    def _apply(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput) -> list[Update]:
+        family, end = sequence.family, chunk.start + chunk.length
+        sequence.num_computed = end
+        self.metrics.num_prompt_tokens_computed += max(0, min(end, sequence.num_prompt) - chunk.start)
+        news = _news(family, sequence.index)
+        if family.owes_prompt_logprobs(sequence):
+            news = replace(news, prompt_logprobs=family.take_prompt_logprobs(chunk.start, output.prompt_logprobs))
+        forked: list[Update] = []
+        reason = None
+        if chunk.start < sequence.num_prompt <= end:
+            self._memory.publish(sequence, sequence.num_prompt)
+            forked = self._fork_from(sequence)
+            if family.request.max_tokens == 0:
+                reason = FinishReason.LENGTH
+        if output.token is not None:
+            sequence.tokens.append(output.token)
+            self.metrics.num_tokens_generated += 1
+            logprobs = () if output.logprobs is None else (output.logprobs,)
+            news = replace(news, tokens=(output.token,), logprobs=logprobs)
+            reason = sequence.reason_to_end(output.token)
+        if sequence.finish_reason is not None:
+            return forked
+        if reason is not None:
+            news = self._end(family, sequence.index, reason, news=news)
+        return [news, *forked] if reason or news.tokens or news.prompt_logprobs else forked
+
+    def _fork_from(self, leader: Sequence) -> list[Update]:
+        """Start the sequences that waited for this one to commit the prompt, or end them if nothing is to follow."""
+        family = leader.family
+        if family.leader is not leader:
+            return []
+        indices = sorted(family.unforked)
+        if family.request.max_tokens == 0:
+            return [self._end(family, index, FinishReason.LENGTH) for index in indices]
+        for index in indices:
+            sequence = family.spawn(index)
+            self._memory.fork(leader, sequence)
+            self._schedule.run_fork(sequence)
+        family.unforked.clear()
+        self._dismiss_leader(family)
+        return []
+
+    def _fail(self, sequence: Sequence, error: RequestFailed) -> list[Update]:
+        """End a sequence whose chunk failed, and those that waited to fork from it."""
+        family = sequence.family
+        indices = family.indices if family.leader is sequence else [sequence.index]
+        if sequence.finish_reason is not None:
+            sequence.finish_reason = FinishReason.FAILED  # it had ended, and computed on for the others
+        return [self._end(family, index, FinishReason.FAILED, error) for index in indices]
+
+    def _end(
+        self,
+        family: Family,
+        index: int,
+        reason: FinishReason,
+        error: RequestFailed | None = None,
+        news: Update | None = None,
+    ) -> Update:
+        """The terminal update of one sequence, on top of its other news; it leaves unless others need its prompt."""
+        self.metrics.finished[reason] += 1
+        if index in family.unforked:
+            family.unforked.discard(index)
+            if not family.unforked:
+                self._dismiss_leader(family)
+        else:
+            sequence = family.live.pop(index)
+            sequence.finish_reason = reason
+            if sequence.has_left:
+                self._leave(sequence)
+        if not family.indices:
+            del self._families[family.request_id]
+        return replace(news or _news(family, index), finish_reason=reason, error=error)
+
+    def _dismiss_leader(self, family: Family) -> None:
+        """Nobody waits to fork any more: a leader that had ended leaves."""
+        leader, family.leader = family.leader, None
+        if leader is not None and leader.has_left:
+            self._leave(leader)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._schedule.remove(sequence)
+        self._take_back(sequence)
+
+    def _take_back(self, sequence: Sequence) -> None:
+        """The cells of a sequence that has left, as soon as no step in flight holds them."""
+        if sequence.has_left and not sequence.num_in_flight and sequence.cells_id is not None:
+            self._memory.retire(sequence, reusable=sequence.finish_reason is not FinishReason.FAILED)
+
+
+def _news(family: Family, index: int) -> Update:
+    return Update(family.request_id, index, num_cached_tokens=family.num_cached_tokens or 0)
+
+
+def _check_result(step: Step, result: StepResult) -> None:
+    """Raise ValueError unless there is an outcome a chunk, with a token exactly where one was to be drawn."""
+    if len(result.outcomes) != len(step.chunks):
+        raise ValueError(f"step {step.number} has {len(step.chunks)} chunks and {len(result.outcomes)} outcomes")
+    for chunk, outcome in zip(step.chunks, result.outcomes, strict=True):
+        if isinstance(outcome, ChunkOutput) and (outcome.token is not None) != chunk.samples:
+            raise ValueError(f"sequence {chunk.sequence_id} has {outcome.token} for a token of step {step.number}")

@@ -1,0 +1,202 @@
+"""The prefix index: which token prefixes have their keys and values in the pool, token for token.
+
+A radix tree over token ids (the idea of SGLang's RadixAttention; Zheng et al. 2024), one cell a token. It only refers
+to cells; who owns them is the cell table's business. It never hears of tokens that are not yet written.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planner.cells import CellTable
+from planner.request import CellArray, TokenArray
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """An edge of the tree and its lower end: int64[n] tokens and the int32[n] cells that hold them."""
+
+    tokens: TokenArray
+    cells: CellArray
+    parent: _Node | None
+    children: dict[int, _Node] = field(default_factory=dict)
+    last_used: int = 0
+    queued: bool = False
+
+
+class PrefixIndex:
+    """Bounded by the pool: each node refers to at least one cell, each cell belongs to at most one node.
+
+    Recency is a logical counter. Every leaf is queued once for eviction by a recency that may be older than its own,
+    and is put back when that turns out; so no verb walks the whole tree.
+    """
+
+    def __init__(self, table: CellTable, *, enabled: bool = True) -> None:
+        self._table = table
+        self._enabled = enabled
+        self._now = 0
+        self._num_queued = 0
+        self._root = _Node(np.empty(0, np.int64), np.empty(0, np.int32), None)
+        self._leaves: list[tuple[int, int, _Node]] = []  # a heap of (recency when queued, order of queueing, leaf)
+
+    def match(self, tokens: TokenArray) -> CellArray:
+        """Cells int32[k] of the longest resident prefix, k <= len(tokens) - 1, and mark it as just used.
+
+        The last token is always left to compute, since its logits are wanted.
+        """
+        cells = [np.empty(0, np.int32)]
+        self._now += 1
+        node, at = self._root, 0
+        while at < len(tokens) - 1 and (child := node.children.get(int(tokens[at]))) is not None:
+            common = _num_common(child.tokens, tokens[at:-1])
+            child.last_used = self._now
+            cells.append(child.cells[:common])
+            at += common
+            if common < len(child.tokens):
+                break
+            node = child
+        return np.concatenate(cells)
+
+    def insert(self, tokens: TokenArray, cells: CellArray) -> None:
+        """Make int64[n] tokens known, that a sequence has committed to int32[n] cells of its own.
+
+        What is known already keeps its cells; of `cells` only the rest is retained.
+        """
+        if not self._enabled:
+            return
+        self._now += 1
+        node, at = self._root, 0
+        while at < len(tokens):
+            child = node.children.get(int(tokens[at]))
+            if child is None:
+                self._table.retain(cells[at:])
+                self._attach(_Node(tokens[at:].copy(), cells[at:].copy(), node, last_used=self._now), node)
+                return
+            common = _num_common(child.tokens, tokens[at:])
+            node = child if common == len(child.tokens) else self._split(child, common)
+            node.last_used = self._now
+            at += common
+
+    def evict(self, num_cells: int) -> int:
+        """Free up to `num_cells` cached cells, of the least recently used leaves first and from a leaf's end.
+
+        Returns how many were freed: as many as asked for, or all there were. Never frees a cell that a sequence owns;
+        but where such cells hang below cached ones (two sequences computed one prefix at the same time) the index
+        forgets the owned ones to reach the others.
+        """
+        before = self._table.cached
+        target = max(0, before - num_cells)
+        self._free_ends(target)
+        while self._table.cached > target:
+            self._forget_owned_end()
+            self._free_ends(target)
+        return before - self._table.cached
+
+    def clear(self) -> None:
+        """Forget everything; what no sequence owns becomes free."""
+        for node in self._nodes():
+            self._table.forget(node.cells)
+        self._root.children.clear()
+        self._leaves.clear()
+
+    def check(self) -> None:
+        """Verify every invariant, in O(cells); for tests and debugging."""
+        queued = [node for _, _, node in self._leaves]
+        assert len(set(queued)) == len(queued), "a leaf is queued twice"
+        for node in self._nodes():
+            assert len(node.tokens) == len(node.cells) > 0, "a node without a cell for each token"
+            assert node.parent is not None, "a node that hangs nowhere"
+            assert node.parent.children[int(node.tokens[0])] is node, "a child under another token"
+            assert node.children or node in queued, "a leaf that eviction cannot find"
+            assert node.queued == (node in queued), "a wrong mark of queueing"
+
+    def _nodes(self) -> list[_Node]:
+        nodes = list(self._root.children.values())
+        for node in nodes:
+            nodes.extend(node.children.values())
+        return nodes
+
+    def _attach(self, leaf: _Node, parent: _Node) -> None:
+        parent.children[int(leaf.tokens[0])] = leaf
+        self._queue(leaf)
+
+    def _split(self, node: _Node, length: int) -> _Node:
+        """Cut a node after `length` tokens; returns the upper part."""
+        assert node.parent is not None
+        upper = _Node(node.tokens[:length].copy(), node.cells[:length].copy(), node.parent, last_used=node.last_used)
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.tokens, node.cells, node.parent = node.tokens[length:].copy(), node.cells[length:].copy(), upper
+        upper.children[int(node.tokens[0])] = node
+        return upper
+
+    def _queue(self, leaf: _Node) -> None:
+        leaf.queued = True
+        self._num_queued += 1
+        heapq.heappush(self._leaves, (leaf.last_used, self._num_queued, leaf))
+
+    def _pop_leaf(self) -> _Node | None:
+        """Take the least recently used leaf off the queue."""
+        while self._leaves:
+            recency, _, node = heapq.heappop(self._leaves)
+            node.queued = False
+            if node.children:
+                continue  # no leaf any more; it is queued again when its last child goes
+            if recency == node.last_used:
+                return node
+            self._queue(node)
+        return None
+
+    def _free_ends(self, target: int) -> None:
+        """Trim unowned cells off the ends of leaves until only `target` cells are cached, or none can be trimmed."""
+        owned_to_the_end = []
+        while self._table.cached > target and (leaf := self._pop_leaf()) is not None:
+            owned = np.flatnonzero(~self._table.unowned(leaf.cells))
+            start = int(owned[-1]) + 1 if len(owned) else 0
+            self._trim(leaf, max(start, len(leaf.cells) - (self._table.cached - target)))
+            if len(leaf.cells):
+                owned_to_the_end.append(leaf)
+        for leaf in owned_to_the_end:
+            self._queue(leaf)
+
+    def _forget_owned_end(self) -> None:
+        """Forget the owned end of the least recently used leaf that has a cached cell above it."""
+        passed = []
+        while (leaf := self._pop_leaf()) is not None:
+            passed.append(leaf)
+            if self._hides_cached(leaf):
+                unowned = np.flatnonzero(self._table.unowned(leaf.cells))
+                self._trim(leaf, int(unowned[-1]) + 1 if len(unowned) else 0)
+                break
+        for leaf in passed:
+            if len(leaf.cells):
+                self._queue(leaf)
+
+    def _hides_cached(self, leaf: _Node) -> bool:
+        node: _Node | None = leaf
+        while node is not None:
+            if self._table.unowned(node.cells).any():
+                return True
+            node = node.parent
+        return False
+
+    def _trim(self, leaf: _Node, length: int) -> None:
+        """Keep a leaf's first `length` tokens; without any, take it off the tree."""
+        first = int(leaf.tokens[0])
+        self._table.forget(leaf.cells[length:])
+        leaf.tokens, leaf.cells = leaf.tokens[:length], leaf.cells[:length]
+        parent = leaf.parent
+        if length or parent is None:
+            return
+        del parent.children[first]
+        if parent is not self._root and not parent.children and not parent.queued:
+            self._queue(parent)
+
+
+def _num_common(a: TokenArray, b: TokenArray) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length

@@ -1,0 +1,134 @@
+"""Who waits, who runs, and who gets how many tokens of the next step."""
+
+from __future__ import annotations
+
+from planner.draft import Draft
+from planner.limits import Limits
+from planner.memory import Memory
+from planner.metrics import Metrics
+from planner.sequence import Sequence
+from planner.waiting import WaitingQueue
+
+
+class Schedule:
+    """Owner of the order of sequences: waiting ones by priority and arrival, running ones by admission.
+
+    A running sequence prefills until the last known token is planned; then it decodes. Those that prefill take turns.
+    """
+
+    def __init__(self, limits: Limits, memory: Memory, metrics: Metrics) -> None:
+        self.waiting = WaitingQueue()
+        self._limits = limits
+        self._memory = memory
+        self._metrics = metrics
+        self._running: dict[Sequence, None] = {}  # in admission order
+        self._rotation: dict[Sequence, None] = {}  # those that prefill; who was served longest ago comes first
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self.waiting or self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Running sequences, those included that will fork from one that runs."""
+        return sum(sequence.num_slots for sequence in self._running)
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens of running sequences that no step has fed yet; their cells are spoken for."""
+        return sum(sequence.num_to_feed for sequence in self._rotation)
+
+    def run_fork(self, sequence: Sequence) -> None:
+        """A sequence just forked from a running one: it decodes from the start, in the slot kept for it."""
+        self._running[sequence] = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, whether it waits or runs."""
+        if sequence in self._running:
+            del self._running[sequence]
+            self._rotation.pop(sequence, None)
+        else:
+            self.waiting.remove(sequence)
+
+    def draft(self, *, in_flight: bool) -> Draft:
+        """Decide the next step: decodes first, then admission, then prefills.
+
+        With a step in flight nobody is preempted; a draft that would need it says `must_commit`.
+        """
+        draft = Draft(may_preempt=not in_flight)
+        self._draft_decodes(draft)
+        if not draft.must_commit:
+            self._admit(draft)
+            self._draft_prefills(draft)
+        return draft
+
+    def advance(self, draft: Draft) -> None:
+        """The draft was packed: who prefilled goes to the back of the rotation, who has no more to prefill decodes."""
+        for sequence in draft.takes:
+            if sequence in self._rotation:
+                del self._rotation[sequence]
+                if sequence.num_to_feed > 0:
+                    self._rotation[sequence] = None
+
+    def check(self) -> None:
+        """Verify every invariant; for tests and debugging."""
+        assert self.num_running <= self._limits.max_num_seqs, "more sequences run than may"
+        assert self._rotation.keys() <= self._running.keys(), "a sequence prefills without running"
+        assert all(sequence.num_to_feed > 0 for sequence in self._rotation), "a sequence prefills nothing"
+        assert all(sequence.cells_id is not None for sequence in self._running), "a sequence runs without cells"
+        assert all(sequence not in self.waiting for sequence in self._running), "a sequence waits and runs"
+
+    def _draft_decodes(self, draft: Draft) -> None:
+        decoding = [sequence for sequence in self._running if sequence not in self._rotation and sequence.can_decode]
+        for sequence in decoding:
+            if sequence in self._running and self._find_room(sequence, draft):
+                draft.take(sequence, 1)
+
+    def _admit(self, draft: Draft) -> None:
+        """Start waiting sequences, strictly in order: one that does not fit is not overtaken."""
+        while (head := self.waiting.head) is not None:
+            if self.num_running + head.num_slots > self._limits.max_num_seqs:
+                return
+            promised = draft.num_tokens + self.num_to_prefill
+            if not self._memory.admit(head, promised, certain=not self._running):
+                return
+            self.waiting.remove(head)
+            self._running[head] = self._rotation[head] = None
+
+    def _draft_prefills(self, draft: Draft) -> None:
+        """Turns of at most `prefill_chunk_tokens`, in passes over the rotation while the budget lasts."""
+        in_turn = sorted(self._rotation, key=lambda sequence: sequence.family.request.priority)
+        served = True
+        while served:
+            served = False
+            for sequence in in_turn:
+                served = self._take_turn(sequence, draft) or served
+
+    def _take_turn(self, sequence: Sequence, draft: Draft) -> bool:
+        left = sequence.num_to_feed - draft.takes.get(sequence, 0)
+        budget = self._limits.max_batched_tokens - draft.num_tokens
+        length = min(self._limits.prefill_chunk_tokens, left, budget)
+        if length == 0 or sequence not in self._rotation or not self._find_room(sequence, draft):
+            return False
+        draft.take(sequence, min(length, self._memory.room - draft.num_tokens))
+        return True
+
+    def _find_room(self, sequence: Sequence, draft: Draft) -> bool:
+        """Whether there is room for one token more, after newer sequences than this one have given way."""
+        while self._memory.room <= draft.num_tokens:
+            newest = max(self._running, key=lambda running: running.order)
+            if newest is sequence:
+                return False  # it stays where it is; whoever is older takes its cells when it needs them
+            if not draft.may_preempt:
+                draft.must_commit = True
+                return False
+            draft.drop(newest)
+            self._preempt(newest)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._metrics.num_preemptions += 1
+        self._memory.retire(sequence, reusable=True)
+        self.remove(sequence)
+        self.waiting.add(sequence)

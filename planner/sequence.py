@@ -1,0 +1,145 @@
+"""A sequence and its family: what the planner knows of an accepted request while it lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from planner.growable import Growable
+from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, sequence_seed
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One answer in the making. Owner: the planner.
+
+    `tokens` int64: prompt and what was generated, as far as the host knows. The last sampled token is pending: it is
+    in `tokens` but not in a cell until it is fed. Of the positions, [0, num_computed) are committed to cells and
+    [0, num_planned) are in a committed or planned step. `cells_id` names the cell list while the sequence runs.
+    """
+
+    family: Family
+    index: int
+    tokens: Growable[np.int64]
+    sampling: SamplingParams
+    cells_id: int | None = None
+    num_computed: int = 0
+    num_planned: int = 0
+    num_in_flight: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes first: lower priority, then earlier arrival, then lower index."""
+        return self.family.request.priority, self.family.request_id, self.index
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.family.request.prompt)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has ended, and nobody waits for the prompt that it computes."""
+        return self.finish_reason is not None and self.family.leader is not self
+
+    @property
+    def num_slots(self) -> int:
+        """Running sequences that this one counts for: itself, and those that will fork from it."""
+        return 1 + (len(self.family.unforked) if self.family.leader is self else 0)
+
+    @property
+    def num_to_feed(self) -> int:
+        """Known tokens that no step has fed yet."""
+        return len(self.tokens) - self.num_planned
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether one more token can be planned for a sequence whose prompt is wholly planned.
+
+        Either its last token is known, or a step in flight samples it: then only when no draw reads it, and when that
+        token is not the last of the budget anyway.
+        """
+        if self.finish_reason is not None:
+            return False
+        if self.num_to_feed > 0:
+            return True
+        request = self.family.request
+        num_generated = len(self.tokens) + 1 - self.num_prompt
+        return num_generated < request.max_tokens and not self.sampling.needs_history
+
+    def reason_to_end(self, token: int) -> FinishReason | None:
+        """Why the sequence ends with the token just appended, if it does. A stop token wins over the budget."""
+        request = self.family.request
+        num_generated = len(self.tokens) - self.num_prompt
+        if token in request.stop_token_ids and num_generated > request.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_generated >= request.max_tokens else None
+
+    def start(self, cells_id: int, num_cached: int) -> None:
+        """Begin to run on a cell list that already holds `num_cached` tokens."""
+        self.cells_id = cells_id
+        self.num_computed = self.num_planned = num_cached
+
+
+@dataclass(slots=True, eq=False)
+class Family:
+    """The live sequences of one request.
+
+    Index 0 leads: it computes the prompt, and the `unforked` indices fork from it when the prompt is committed.
+    `leader` is that sequence while others wait for it, and it computes on for their sake even when its own answer has
+    already ended. `live` has the sequences that still owe their terminal update, by index.
+    """
+
+    request_id: int
+    request: Request
+    live: dict[int, Sequence] = field(default_factory=dict)
+    unforked: set[int] = field(default_factory=set)
+    leader: Sequence | None = None
+    num_cached_tokens: int | None = None
+    num_prompt_logprobs: int = 0
+
+    @property
+    def indices(self) -> list[int]:
+        """Indices that still owe their terminal update, ascending."""
+        return sorted({*self.live, *self.unforked})
+
+    def spawn(self, index: int) -> Sequence:
+        """The index-th sequence, with the prompt as its tokens and a seed of its own."""
+        sampling = self.request.sampling
+        sequence = Sequence(
+            family=self,
+            index=index,
+            tokens=Growable(np.asarray(self.request.prompt, np.int64)),
+            sampling=replace(sampling, seed=sequence_seed(sampling.seed, index)),
+        )
+        self.live[index] = sequence
+        return sequence
+
+    def owes_prompt_logprobs(self, sequence: Sequence) -> bool:
+        """Whether prompt log probabilities are still to be computed, by this sequence."""
+        return (
+            self.request.prompt_logprobs
+            and sequence.index == 0
+            and sequence.finish_reason is None
+            and self.num_prompt_logprobs < len(self.request.prompt)
+        )
+
+    def take_prompt_logprobs(self, start: int, computed: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
+        """What is news of the prompt, given those of positions start + 1 and on; each position is delivered once."""
+        if start == 0:
+            computed = (TokenLogprobs(int(self.request.prompt[0]), None), *computed)
+        else:
+            start += 1
+        news = computed[max(0, self.num_prompt_logprobs - start) :]
+        self.num_prompt_logprobs += len(news)
+        return news
+
+
+def accept(request_id: int, request: Request) -> Family:
+    """The family of a request just accepted; its leader is ready to wait for cells."""
+    family = Family(request_id, request, unforked=set(range(1, request.n)))
+    leader = family.spawn(0)
+    if family.unforked:
+        family.leader = leader
+    return family
