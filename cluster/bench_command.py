@@ -13,7 +13,7 @@ from cluster import bench_online
 from cluster.bench_offline import DecodePoint, OfflineBench, ThroughputPoint
 from cluster.checkpoints import resolve
 from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
-from cluster.offline_engine import OfflineEngine, open_model
+from cluster.offline_engine import OfflineEngine, open_offline
 from cluster.workload import Workload
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
@@ -51,7 +51,7 @@ def execute(args: argparse.Namespace) -> int:
 def execute_offline(args: argparse.Namespace) -> int:
     """Measure; print a table and, as the last line, JSON."""
     config = offline_config(args)
-    with open_model(config) as engine:
+    with open_offline(config) as engine:
         figures = measure(engine, args, config)
         figures["floor"] = _floor(engine.info, figures["points"]) if args.workload is Workload.DECODE else None
     print(_table(figures))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from cluster.config import BUILD_EXECUTOR
+from cluster.engine_factory import make_engine
 from planner.errors import RequestRefused
-from planner.limits import Limits
 from planner.request import Request, Update
 from worker.config import EngineConfig
 from worker.engine import Engine, StepReport
-from worker.executor import Executor, ProgramInfo
+from worker.executor import ProgramInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +74,21 @@ class OfflineEngine:
 
 
 @contextmanager
-def open_offline(
-    executor: Callable[[], Executor], limits: Callable[[ProgramInfo], Limits], *, inbox_size: int
-) -> Iterator[OfflineEngine]:
+def open_offline(settings: EngineConfig, executor: str = BUILD_EXECUTOR) -> Iterator[OfflineEngine]:
     """An engine that lives as long as the block; whatever still runs at its end is cancelled.
 
-    Raises what making the executor raised. A death of the engine shows as the failure of every unfinished sequence.
+    Raises `SetupError` where the checkpoint or the machine does not allow it. A death of the engine shows as the
+    failure of every unfinished sequence.
     """
-    engine = Engine(executor, limits, inbox_size=inbox_size, on_death=lambda error: None)
+    with running(make_engine(settings, lambda error: None, executor)) as engine:
+        yield engine
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[OfflineEngine]:
+    """Start `engine`, and stop it at the end of the block."""
     info = engine.start()
     try:
         yield OfflineEngine(engine, info)
     finally:
         engine.stop()
-
-
-@contextmanager
-def open_model(config: EngineConfig) -> Iterator[OfflineEngine]:
-    """The engine of a real program. Raises `SetupError` where the checkpoint or the machine does not allow it."""
-    from worker.program import build_executor, limits_for  # loads torch: for processes that run a model only
-
-    with open_offline(
-        lambda: build_executor(config), lambda info: limits_for(config, info), inbox_size=config.max_waiting
-    ) as engine:
-        yield engine

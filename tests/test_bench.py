@@ -19,10 +19,11 @@ from cluster.bench_offline import OfflineBench
 from cluster.bench_online import Prompt, Server, run_load
 from cluster.engine_flags import engine_config
 from cluster.latency import LoadResult, RequestRecord, Spread, result_block
-from cluster.offline_engine import OfflineEngine, open_offline
+from cluster.offline_engine import OfflineEngine, running
 from cluster.sse_client import ChunkedBody, EventLines, Target
 from planner.errors import ForwardFailed, InvalidConfiguration, NeverFits
 from tests.fakes import FakeExecutor, fake_info, fake_limits
+from worker.engine import Engine
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 Answer = Callable[[dict[str, object], asyncio.StreamWriter], Awaitable[None]]
@@ -265,7 +266,8 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
 
 @contextmanager
 def fake_engine(executor: FakeExecutor) -> Iterator[OfflineEngine]:
-    with open_offline(lambda: executor, lambda info: fake_limits(info, prefix_caching=False), inbox_size=64) as engine:
+    limits = fake_limits(executor.info, prefix_caching=False)
+    with running(Engine(executor, limits, inbox_size=64, on_death=lambda error: None)) as engine:
         yield engine
 
 
@@ -292,7 +294,7 @@ def test_a_whole_load_is_generated_to_its_last_token() -> None:
 
 def test_a_benchmark_whose_sequence_fails_or_is_refused_gives_no_figure() -> None:
     executor = FakeExecutor(fake_info(num_cells=128))
-    executor.fail_forward(1, lambda chunk: True)
+    executor.fail_forward(0)
     with fake_engine(executor) as engine:
         with pytest.raises(ForwardFailed):
             bench_of(engine).prefill(1, input_len=60)
