@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from planner.limits import Limits
 from planner.step import Step, StepResult
+from worker.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +60,21 @@ class Executor(Protocol):
     def collect(self) -> StepResult: ...
 
     def close(self) -> None: ...
+
+
+def limits_for(config: EngineConfig, info: ProgramInfo, max_steps_in_flight: int = 1) -> Limits:
+    """What a planner keeps to when it feeds this program. Raises `InvalidConfiguration` where settings contradict."""
+    return Limits(
+        capacity=info.num_cells,
+        context=info.context,
+        vocab_size=info.vocab_size,
+        max_prefill_tokens=info.max_prefill_tokens,
+        min_prefill_tokens=info.min_prefill_tokens,
+        widths=info.widths,
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=config.batched_tokens,
+        prefill_chunk_tokens=config.prefill_chunk_tokens,
+        max_waiting=config.max_waiting,
+        max_steps_in_flight=max_steps_in_flight,
+        prefix_caching=config.prefix_caching,
+    )

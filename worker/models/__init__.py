@@ -1,0 +1,1 @@
+"""Decoders: their configuration, their weights and their maths. They know nothing of requests, cells or batches."""

@@ -1,0 +1,85 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3. A forward gets all that it reads as arguments.
+
+It does not know where keys and values are kept: an `Attention` made for the forward stores them and attends.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from worker.models.config import ModelConfig
+from worker.models.layers import gated_mlp, rms_norm, rotate
+from worker.models.rope import rope_tables
+from worker.models.weights import DecoderWeights, LayerWeights
+
+
+class Attention(Protocol):
+    """Keys and values of one forward's sequences. Made for a forward, used once a layer in order, then thrown away."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store `key` and `value` [T, J, D] of the forward's tokens, then attend with `query` [T, H, D].
+
+        Each token sees its own sequence's positions up to its own, within the layer's window. Returns [T, H, D].
+        """
+        ...
+
+
+class Decoder:
+    """Weights and the maths over them. Immutable after it was made; safe to share between threads."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, context: int) -> None:
+        """`context`: positions that tables are made for; no forward may go beyond it."""
+        self.config = config
+        self._weights = weights
+        like = weights.embedding
+        cos, sin = rope_tables(config.rope, config.head_dim, context)
+        self._cos = cos.to(like.device, like.dtype)
+        self._sin = sin.to(like.device, like.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._weights.embedding.device
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Run all layers over `tokens` int64[T] at `positions` int64[T]. Returns [T, E], before the last norm."""
+        hidden_te = functional.embedding(tokens, self._weights.embedding)
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        for index, layer in enumerate(self._weights.layers):
+            normed = rms_norm(hidden_te, layer.attention_norm, self.config.norm_eps)
+            hidden_te.add_(self._attention(index, layer, normed, cos, sin, attention))
+            normed = rms_norm(hidden_te, layer.mlp_norm, self.config.norm_eps)
+            hidden_te.add_(gated_mlp(normed, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias))
+        return hidden_te
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of selected rows: `hidden` [K, E] to float32[K, vocab_size]."""
+        normed = rms_norm(hidden, self._weights.final_norm, self.config.norm_eps)
+        return functional.linear(normed, self._weights.head).float()
+
+    def _attention(
+        self, index: int, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, attention: Attention
+    ) -> Tensor:
+        config = self.config
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        heads = functional.linear(normed, layer.qkv, layer.qkv_bias)
+        heads = heads.view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
+        query_key, value = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query_key = torch.cat(
+                (
+                    rms_norm(query_key[:, :num_heads], layer.query_norm, config.norm_eps),
+                    rms_norm(query_key[:, num_heads:], layer.key_norm, config.norm_eps),
+                ),
+                dim=1,
+            )
+        query_key = rotate(query_key, cos, sin)
+        mixed = attention.attend(index, query_key[:, :num_heads], query_key[:, num_heads:], value)
+        return functional.linear(mixed.reshape(len(normed), -1), layer.output, layer.output_bias)

@@ -1,0 +1,139 @@
+"""A program: a model that is ready to run and what the rest of the system needs to know of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from planner.errors import InvalidCheckpoint, InvalidConfiguration, UnsupportedModel
+from worker.config import EngineConfig
+from worker.executor import Executor, ProgramInfo
+from worker.kv_pool import KvPool, bytes_per_cell
+from worker.models.config import ModelConfig, model_config
+from worker.models.decoder import Decoder
+from worker.models.dummy_weights import dummy_weights
+from worker.models.gguf_source import GgufSource
+from worker.models.safetensors_source import SafetensorsSource
+from worker.models.weights import DecoderWeights, TensorSource, load_weights
+from worker.torch_executor import TorchExecutor
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Unless told otherwise a pool holds this many full contexts, if a quarter of the free memory does.
+_DEFAULT_CONTEXTS = 8
+_MEMORY_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`decoder` runs both methods; `info` says how wide they are and how large a pool they were given."""
+
+    info: ProgramInfo
+    decoder: Decoder
+
+
+def build_executor(config: EngineConfig) -> Executor:
+    """Load the model and make its pool. Raises a `SetupError` that says what is wrong with model or settings."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    program = load_program(config)
+    info, decoder = program.info, program.decoder
+    pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
+    return TorchExecutor(info, decoder, pool)
+
+
+def load_program(config: EngineConfig) -> Program:
+    """Load the model and settle every number that the configuration left open."""
+    path = Path(config.model)
+    device = _device(config)
+    model, source = _open(path, load=config.load_format != "dummy")
+    dtype = _dtype(config, model, device)
+    context = min(model.context, config.max_model_len or model.context)
+    w, m = config.max_prefill_tokens, config.min_prefill_tokens
+    if not 2 <= m <= w:
+        raise InvalidConfiguration(
+            f"min_prefill_tokens must lie in [2, max_prefill_tokens = {w}], not {m}", param="min_prefill_tokens"
+        )
+    weights = _weights(config, model, source, dtype, device)
+    cell_bytes = bytes_per_cell(model.num_layers, model.num_kv_heads, model.head_dim, dtype)
+    info = ProgramInfo(
+        name=path.stem if path.suffix == ".gguf" else path.resolve().name,
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        context=context,
+        max_prefill_tokens=w,
+        min_prefill_tokens=m,
+        widths=config.decode_widths,
+        num_cells=config.max_cells or _default_cells(context, cell_bytes, device),
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        bytes_per_cell=cell_bytes,
+        weight_bytes=weights.bytes_read,
+    )
+    return Program(info, Decoder(model, weights, context))
+
+
+def _open(path: Path, *, load: bool) -> tuple[ModelConfig, TensorSource | None]:
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InvalidCheckpoint(f"{path} does not exist")
+        gguf_source = GgufSource(path)
+        return gguf_source.config, gguf_source if load else None
+    try:
+        data = json.loads((path / "config.json").read_text())
+    except OSError as error:
+        raise InvalidCheckpoint(f"{path} is neither a .gguf file nor a folder with config.json: {error}") from error
+    except ValueError as error:
+        raise InvalidCheckpoint(f"{path / 'config.json'} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidCheckpoint(f"{path / 'config.json'} does not hold an object")
+    return model_config(data), SafetensorsSource(path) if load else None
+
+
+def _weights(
+    config: EngineConfig, model: ModelConfig, source: TensorSource | None, dtype: torch.dtype, device: torch.device
+) -> DecoderWeights:
+    if source is None:
+        return dummy_weights(model, dtype, device, config.seed)
+    return load_weights(model, source, dtype, device)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfiguration("device is cuda, but this machine has no usable CUDA device", param="device")
+    return torch.device(config.device)
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    name = model.dtype or "bfloat16"
+    if name not in _DTYPES:
+        raise UnsupportedModel(f"the checkpoint's dtype {name!r} is not supported; supported are {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _default_cells(context: int, cell_bytes: int, device: torch.device) -> int:
+    affordable = int(_free_bytes(device) * _MEMORY_SHARE) // cell_bytes
+    return max(1, min(_DEFAULT_CONTEXTS * context, affordable))
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    # Linux says what could be freed; elsewhere all pages must do, as free ones alone exclude the file cache.
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

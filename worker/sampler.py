@@ -1,0 +1,151 @@
+"""Draws tokens from logits, batched over rows: penalties, bias and masks, then greedy or by one random coin a row.
+
+A row that asks for nothing special pays for nothing: a batch of greedy rows is one arg max.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planner.request import SamplingParams, TokenArray
+from worker.philox import coins
+
+# How many of the largest probabilities are sorted at first; rows that keep more of them sort all.
+_FIRST_SORTED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One row's draw. `position` is the position that the drawn token will take and, with the seed, its coin.
+
+    `history` int64[position] and `num_prompt` are needed where `sampling.needs_history`; `masked` ids have no chance.
+    """
+
+    sampling: SamplingParams
+    position: int
+    history: TokenArray | None = None
+    num_prompt: int = 0
+    masked: frozenset[int] = frozenset()
+
+    @property
+    def changes_logits(self) -> bool:
+        return bool(self.masked or self.sampling.logit_bias or self.sampling.needs_history)
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Draw one token a row from float32[N, vocab_size]; int64[N]. `logits` stay as they are.
+
+    Order: repetition, frequency and presence penalty, bias, masks; temperature; min-p, top-k, top-p; the coin.
+    """
+    changed = [row for row, draw in enumerate(draws) if draw.changes_logits]
+    if changed:
+        logits = logits.clone()
+        for row in changed:
+            adjust(logits[row], draws[row])
+    random = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
+    if not random:
+        return logits.argmax(dim=-1)
+    random_draws = [draws[row] for row in random]
+    if len(random) == len(draws):
+        return _sample_random(logits, random_draws)
+    tokens = logits.argmax(dim=-1)
+    rows = torch.tensor(random, device=logits.device)
+    tokens[rows] = _sample_random(logits.index_select(0, rows), random_draws)
+    return tokens
+
+
+def adjust(logits: Tensor, draw: Draw) -> None:
+    """Apply penalties, bias and masks to one row float32[vocab_size] in place.
+
+    Repetition (Keskar et al. 2019, "CTRL") reads prompt and answer; frequency and presence read the answer alone.
+    """
+    sampling = draw.sampling
+    if sampling.needs_history:
+        assert draw.history is not None, "a draw with penalties needs the tokens before it"
+        if sampling.repetition_penalty != 1.0:
+            seen = torch.from_numpy(np.unique(draw.history)).to(logits.device)
+            scores, penalty = logits[seen], sampling.repetition_penalty
+            logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            generated, counts = np.unique(draw.history[draw.num_prompt :], return_counts=True)
+            penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
+            ids = torch.from_numpy(generated).to(logits.device)
+            logits[ids] -= torch.from_numpy(penalties).to(logits)
+    if sampling.logit_bias:
+        logits.index_add_(
+            0,
+            torch.tensor([token for token, _ in sampling.logit_bias], device=logits.device),
+            torch.tensor([bias for _, bias in sampling.logit_bias], dtype=logits.dtype, device=logits.device),
+        )
+    if draw.masked:
+        logits[torch.tensor(sorted(draw.masked), device=logits.device)] = -torch.inf
+
+
+def _sample_random(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    params = [draw.sampling for draw in draws]
+    device = logits.device
+    temperatures = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=device)
+    # A temperature that underflows to 0 in float32 must stay a division by something.
+    temperatures = temperatures.clamp_(min=torch.finfo(logits.dtype).tiny)
+    # Subtracting the largest first keeps a tiny temperature from overflowing.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
+    probabilities = torch.softmax(scaled, dim=-1)
+    filtered = [row for row, p in enumerate(params) if p.min_p > 0 or p.top_p < 1 or p.top_k > 0]
+    if filtered:
+        rows = torch.tensor(filtered, device=device)
+        probabilities[rows] = keep_likely(probabilities.index_select(0, rows), [params[row] for row in filtered])
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    coin = torch.from_numpy(coins([p.seed for p in params], [draw.position for draw in draws])).to(device)
+    targets = coin[:, None] * cumulative[:, -1:]
+    # The first token whose cumulative mass exceeds the target: its own mass is never zero. Only where nothing at all
+    # may be drawn (every id masked) is there none.
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+
+
+def keep_likely(probabilities: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Zero what min-p, then top-k, then top-p leave out, in float32[N, vocab_size]; what is kept stays as it was.
+
+    Min-p (Nguyen et al. 2024) keeps what has at least `min_p` times the largest probability. Top-p (Holtzman et al.
+    2020) keeps, largest first, through the first token where the cumulative share exceeds `top_p`. Both cut sets hold
+    the lowest ids where probabilities tie.
+    """
+    device, vocab_size = probabilities.device, probabilities.shape[-1]
+    min_ps = torch.tensor([p.min_p for p in params], device=device)[:, None]
+    floor = min_ps * probabilities.amax(dim=-1, keepdim=True)
+    probabilities = probabilities.masked_fill(probabilities < floor, 0.0)
+    num_sorted = min(_FIRST_SORTED, vocab_size)
+    counts, complete = _num_kept(probabilities, params, num_sorted)
+    if not complete:
+        counts, _ = _num_kept(probabilities, params, vocab_size)
+    most_kept = int(counts.max())
+    largest = probabilities.topk(most_kept, dim=-1).values
+    threshold = largest.gather(1, (counts - 1)[:, None])
+    above = probabilities > threshold
+    tied = probabilities == threshold
+    num_tied_kept = counts[:, None] - above.sum(dim=-1, keepdim=True)
+    kept = above | (tied & (tied.cumsum(dim=-1) <= num_tied_kept))
+    return probabilities.masked_fill(~kept, 0.0)
+
+
+def _num_kept(probabilities: Tensor, params: Sequence[SamplingParams], num_sorted: int) -> tuple[Tensor, bool]:
+    """How many of each row's largest probabilities top-k and top-p keep, int64[N], at least 1.
+
+    Second: whether sorting `num_sorted` of them was enough to know.
+    """
+    device, vocab_size = probabilities.device, probabilities.shape[-1]
+    top_ks = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params], device=device)[:, None]
+    top_ps = torch.tensor([p.top_p if p.top_p < 1 else torch.inf for p in params], dtype=torch.float64, device=device)
+    largest = probabilities.topk(num_sorted, dim=-1).values
+    largest.masked_fill_(torch.arange(num_sorted, device=device) >= top_ks, 0.0)
+    cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
+    within_top_k = (top_ks <= num_sorted).expand(-1, 1)
+    total = torch.where(within_top_k, cumulative[:, -1:], probabilities.sum(dim=-1, keepdim=True, dtype=torch.float64))
+    kept = (cumulative - largest <= top_ps[:, None] * total) & (largest > 0)
+    counts = kept.sum(dim=-1)
+    complete = (counts < num_sorted) | (top_ks[:, 0] <= num_sorted)
+    return counts.clamp_(min=1), bool(complete.all()) or num_sorted == vocab_size

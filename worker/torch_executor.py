@@ -1,0 +1,150 @@
+"""Runs steps in plain torch, one slice after the other, to the end before `launch` returns.
+
+It is the embedded default on the CPU and the oracle that other executors are compared with; it runs on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from planner.errors import ForwardFailed
+from planner.request import TokenLogprobs
+from planner.slices import Slice
+from planner.step import Chunk, ChunkOutput, Step, StepResult
+from worker.attention import Span, TorchAttention
+from worker.batch import Batch, Piece, cut, selector
+from worker.executor import ProgramInfo
+from worker.kv_pool import KvPool
+from worker.logprobs import token_logprobs
+from worker.models.decoder import Decoder
+from worker.sampler import Draw, sample
+
+# Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
+_LOGPROB_ROWS = 64
+
+
+class _ChunkRun:
+    """What one chunk of the running step has given so far."""
+
+    def __init__(self) -> None:
+        self.token: int | None = None
+        self.logprobs: TokenLogprobs | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.error: ForwardFailed | None = None
+
+    @property
+    def outcome(self) -> ChunkOutput | ForwardFailed:
+        return self.error or ChunkOutput(self.token, self.logprobs, tuple(self.prompt_logprobs))
+
+
+class TorchExecutor:
+    """An `Executor`; see `worker.executor`. Owns the pool. One step in flight, which `launch` runs to its end."""
+
+    def __init__(self, info: ProgramInfo, decoder: Decoder, pool: KvPool) -> None:
+        self._info = info
+        self._decoder = decoder
+        self._pool = pool
+        self._result: StepResult | None = None
+
+    @property
+    def info(self) -> ProgramInfo:
+        return self._info
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        return 1
+
+    def launch(self, step: Step) -> None:
+        assert self._result is None, "the step before has not been collected"
+        runs = [_ChunkRun() for _ in step.chunks]
+        with torch.inference_mode():
+            for piece_of in step.slices:
+                self._run_slice(step.chunks, piece_of, runs)
+        self._result = StepResult([run.outcome for run in runs])
+
+    def collect(self) -> StepResult:
+        result, self._result = self._result, None
+        assert result is not None, "no step was launched"
+        return result
+
+    def close(self) -> None:
+        self._result = None
+
+    def _run_slice(self, chunks: Sequence[Chunk], piece_of: Slice, runs: list[_ChunkRun]) -> None:
+        batch = cut(chunks, piece_of, wanted=lambda index: runs[index].error is None)
+        if batch is None:
+            return
+        try:
+            hidden = self._forward(batch)
+            self._sample(batch, piece_of, hidden, runs)
+            self._score_prompts(batch, hidden, runs)
+        except (RuntimeError, IndexError, MemoryError) as error:  # what torch raises for a forward's own fault
+            for piece in batch.pieces:
+                runs[piece.index].error = ForwardFailed(f"the forward failed: {error}")
+
+    def _forward(self, batch: Batch) -> Tensor:
+        spans = [Span(p.row, p.start, p.length, p.chunk.cells[: p.start + p.length]) for p in batch.pieces]
+        attention = TorchAttention(self._pool, spans, self._decoder.config.windows)
+        device = self._decoder.device
+        tokens = torch.from_numpy(batch.tokens).to(device)
+        positions = torch.from_numpy(batch.positions).to(device)
+        return self._decoder.hidden(tokens, positions, attention)
+
+    def _sample(self, batch: Batch, piece_of: Slice, hidden: Tensor, runs: list[_ChunkRun]) -> None:
+        sampled = [(piece, row) for piece in batch.pieces if (row := piece.sampled_row) is not None]
+        if not sampled:
+            return
+        rows = selector([row for _, row in sampled], piece_of.method, self._info.min_prefill_tokens)
+        logits = self._logits(hidden, rows)[: len(sampled)]
+        pieces = [piece for piece, _ in sampled]
+        finite = _finite_rows(logits)
+        if not all(finite):
+            for piece, good in zip(pieces, finite, strict=True):
+                if not good:
+                    runs[piece.index].error = ForwardFailed("the forward gave logits that are not finite")
+            good_rows = [row for row, good in enumerate(finite) if good]
+            logits, pieces = logits[good_rows], [pieces[row] for row in good_rows]
+        if not pieces:
+            return
+        tokens = sample(logits, [_draw(piece.chunk) for piece in pieces]).tolist()
+        for piece, token in zip(pieces, tokens, strict=True):
+            runs[piece.index].token = token
+        asked = [row for row, piece in enumerate(pieces) if piece.chunk.sampling.logprobs is not None]
+        if asked:
+            num_top = [pieces[row].chunk.sampling.logprobs or 0 for row in asked]
+            scores = token_logprobs(logits[asked], [tokens[row] for row in asked], num_top)
+            for row, score in zip(asked, scores, strict=True):
+                runs[pieces[row].index].logprobs = score
+
+    def _score_prompts(self, batch: Batch, hidden: Tensor, runs: list[_ChunkRun]) -> None:
+        for piece in batch.pieces:
+            if runs[piece.index].error is None:
+                for first in range(0, len(piece.targets), _LOGPROB_ROWS):
+                    self._score_block(piece, first, hidden, runs[piece.index])
+
+    def _score_block(self, piece: Piece, first: int, hidden: Tensor, run: _ChunkRun) -> None:
+        rows = piece.target_rows[first : first + _LOGPROB_ROWS]
+        logits = self._logits(hidden, list(rows))
+        if not all(_finite_rows(logits)):
+            run.error = ForwardFailed("the forward gave logits that are not finite")
+            return
+        targets = piece.targets[first : first + _LOGPROB_ROWS].tolist()
+        run.prompt_logprobs += token_logprobs(logits, targets, [piece.chunk.sampling.logprobs or 0] * len(rows))
+
+    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        if rows != list(range(len(hidden))):
+            hidden = hidden.index_select(0, torch.tensor(rows, device=hidden.device))
+        return self._decoder.logits(hidden)
+
+
+def _draw(chunk: Chunk) -> Draw:
+    return Draw(chunk.sampling, chunk.start + chunk.length, chunk.history, chunk.num_prompt, chunk.masked)
+
+
+def _finite_rows(logits: Tensor) -> list[bool]:
+    # A sum is finite only if all of its terms are: one pass, and nothing the size of the logits is made.
+    finite: list[bool] = logits.sum(dim=-1).isfinite().tolist()
+    return finite
