@@ -1,0 +1,186 @@
+"""Everything that one HTTP request asked workers for: its generations, and the choices that grow from them.
+
+Choices are numbered prompt by prompt. Whatever ends the answer early (a refusal, a failure, a client that left),
+`close` ends every generation that still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cluster.choice import Choice, Echo, Ending, Piece, ScoredToken
+from cluster.detokeniser import Detokeniser
+from cluster.fleet import Fleet, Generation
+from cluster.requests import ChoicePlan
+from cluster.text import TextModel
+from planner.errors import RaycombError, RequestFailed
+from planner.request import FinishReason, TokenLogprobs, Update
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """`prompt` counts each prompt once, `cached` those of its tokens that needed no prefill."""
+
+    prompt: int
+    completion: int
+    cached: int
+
+
+class Answer:
+    """Owner: the task that serves the HTTP request; only it calls anything here."""
+
+    def __init__(
+        self, fleet: Fleet, text: TextModel, plans: Sequence[ChoicePlan], stops: tuple[str, ...], *, scored: bool
+    ) -> None:
+        self._fleet = fleet
+        self._parts: list[_Part] = []
+        for plan in plans:
+            first = sum(part.plan.n for part in self._parts)
+            choices = [Choice(first + i, text.tokens, stops, scored=scored) for i in range(plan.n)]
+            self._parts.append(_Part(plan, choices, text))
+        self._failure: RaycombError | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return sum(part.plan.n for part in self._parts)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has had its last piece."""
+        return self._failure is None and all(part.finished for part in self._parts)
+
+    def start(self) -> list[Piece]:
+        """Submit everything; returns what can be said at once. Raises `RequestRefused`: then close."""
+        return [piece for part in self._parts for piece in part.start(self._fleet)]
+
+    async def next(self, timeout_s: float) -> list[Piece]:
+        """News of the choices, or nothing when none comes in `timeout_s` seconds.
+
+        Raises `RequestRefused` when no worker took a request, `RequestFailed` when an accepted one failed; what was
+        generated before a failure is returned first.
+        """
+        if self._failure is not None:
+            raise self._failure
+        tasks = [part.wait() for part in self._parts if not part.finished]
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        pieces: list[Piece] = []
+        try:
+            for part in self._parts:
+                part.collect(pieces)
+        except RaycombError as failure:
+            if not pieces:
+                raise
+            self._failure = failure
+        return pieces
+
+    async def close(self) -> None:
+        """End what still runs. Harmless when nothing does."""
+        tasks = [task for part in self._parts if (task := part.stop()) is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def counts(self) -> TokenCounts:
+        """Token counts so far."""
+        return TokenCounts(
+            prompt=sum(len(part.plan.prompt.ids) for part in self._parts),
+            completion=sum(choice.num_tokens for part in self._parts for choice in part.choices),
+            cached=sum(part.num_cached for part in self._parts),
+        )
+
+
+class _Part:
+    """One prompt's generation and choices. Owner: the answer."""
+
+    def __init__(self, plan: ChoicePlan, choices: list[Choice], text: TextModel) -> None:
+        self.plan = plan
+        self.choices = choices
+        self.num_cached = 0
+        self._text = text
+        self._generation: Generation | None = None
+        self._waiting: asyncio.Task[list[Update]] | None = None
+        self._prompt_scores: dict[int, list[TokenLogprobs]] = {}
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.ended for choice in self.choices)
+
+    def start(self, fleet: Fleet) -> list[Piece]:
+        if self.plan.request is not None:
+            self._generation = fleet.submit(self.plan.request)
+            return []
+        return [piece for c in self.choices for piece in (c.echo(self._echo(0)), c.end(Ending.LENGTH))]
+
+    def wait(self) -> asyncio.Task[list[Update]]:
+        """The task that waits for the generation's next news; kept until its result is collected."""
+        assert self._generation is not None, "started"
+        if self._waiting is None:
+            self._waiting = asyncio.create_task(self._next(self._generation))
+        return self._waiting
+
+    @staticmethod
+    async def _next(generation: Generation) -> list[Update]:
+        return await generation.next()
+
+    def collect(self, pieces: list[Piece]) -> None:
+        """Append what has come. Raises the error of a refused request or failed sequence."""
+        if self._waiting is None or not self._waiting.done():
+            return
+        task, self._waiting = self._waiting, None
+        updates = task.result()
+        for update in updates:
+            self.num_cached = max(self.num_cached, update.num_cached_tokens)
+            if update.prompt_logprobs:
+                self._prompt_scores.setdefault(update.index, []).extend(update.prompt_logprobs)
+        for update in updates:
+            self._take(update, pieces)
+
+    def _take(self, update: Update, pieces: list[Piece]) -> None:
+        choice = self.choices[update.index]
+        if choice.ended:
+            return
+        failed = update.finish_reason in (FinishReason.FAILED, FinishReason.CANCELLED)
+        error = (update.error or RequestFailed("the server gave the request up")) if failed else None
+        if failed:  # what was generated before the failure still counts
+            update = replace(update, finish_reason=None, error=None)
+        if self.plan.echo and not choice.begun and (update.tokens or update.finish_reason is not None):
+            pieces.append(choice.echo(self._echo(update.index)))
+        piece = choice.take(update)
+        if piece is not None:
+            pieces.append(piece)
+        if piece is not None and piece.ending is not None:
+            if update.finish_reason is None and self._generation is not None:
+                self._generation.cancel([update.index])
+        elif error is not None:
+            raise error
+
+    def stop(self) -> asyncio.Task[list[Update]] | None:
+        """Cancel the generation unless all is over; returns the task that must still be awaited."""
+        if self._generation is not None and not self.finished:
+            self._generation.cancel()
+        if self._waiting is not None:
+            self._waiting.cancel()
+        return self._waiting
+
+    def _echo(self, index: int) -> Echo:
+        prompt = self.plan.prompt
+        text = self._text.decode(prompt.ids) if prompt.text is None else prompt.text
+        scores = self._prompt_scores.get(index) or self._prompt_scores.get(0, [])
+        if not scores:
+            return Echo(text)
+        if len(scores) == len(prompt.ids) - 1:  # nothing precedes the first token, so it has no score
+            scores = [TokenLogprobs(prompt.ids[0], None), *scores]
+        offsets = _offsets(self._text, prompt.ids, prompt.num_added)
+        ends = len(text)
+        return Echo(text, tuple(ScoredToken(s, min(at, ends)) for s, at in zip(scores, offsets, strict=True)))
+
+
+def _offsets(text: TextModel, ids: Sequence[int], num_added: int) -> list[int]:
+    """Where each token's text begins in the prompt's; tokens that encoding added have none of their own."""
+    known = Detokeniser(text.tokens, from_start=True, with_special=True)
+    offsets, at = [], 0
+    for position, token in enumerate(ids):
+        offsets.append(at)
+        if position >= num_added:
+            at += len(known.add(token))
+    return offsets

@@ -1,0 +1,145 @@
+"""Sends an answer as an ASGI response, whole or as server-sent events, for as long as its client stays.
+
+Written against ASGI itself so that three things are exact: a refusal gets its own status because nothing is sent
+before the first news; the first token is written the moment it comes; and a client that leaves, read or unread, ends
+every generation of its request. While a client lags, `send` waits and the news merge in the fleet, so no buffer grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.answer import Answer
+from cluster.choice import Piece
+from cluster.errors import envelope, outcome, retry_after_s
+from cluster.voices import Voice
+from planner.errors import DeadlineExceeded, RaycombError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How an answer is sent. Times in seconds; `deadline_s` None: no deadline."""
+
+    stream: bool
+    include_usage: bool
+    keepalive_s: float
+    deadline_s: float | None = None
+
+
+def error_response(error: RaycombError) -> Response:
+    """The error as OpenAI's JSON, with its status and, where it helps, Retry-After."""
+    retry = retry_after_s(error)
+    headers = {} if retry is None else {"retry-after": str(retry)}
+    if outcome(error).status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return json_response(json.dumps(envelope(error), ensure_ascii=False).encode(), outcome(error).status, headers)
+
+
+def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A response whose JSON is already written."""
+    return Response(body, status, headers, media_type="application/json")
+
+
+class AnswerResponse(Response):
+    """Runs an answer and sends it. Owner of the answer from here on."""
+
+    def __init__(self, answer: Answer, voice: Voice, delivery: Delivery) -> None:
+        super().__init__()
+        self._answer = answer
+        self._voice = voice
+        self._delivery = delivery
+        self._streaming = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not await while_connected(receive, self._run(scope, receive, send)):
+            logger.debug("client gone (499)")
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._delivery.deadline_s):
+                await (self._send_events(send) if self._delivery.stream else self._send_whole(scope, receive, send))
+                return
+        except TimeoutError:
+            error: RaycombError = DeadlineExceeded("the request's deadline passed")
+        except RaycombError as failure:
+            error = failure
+        finally:
+            await self._answer.close()
+        if self._streaming:
+            await _send_body(send, _event(json.dumps(envelope(error), ensure_ascii=False).encode()), more=False)
+        else:
+            await error_response(error)(scope, receive, send)
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        choices: list[list[Piece]] = [[] for _ in range(self._answer.num_choices)]
+        for piece in self._answer.start():
+            choices[piece.index].append(piece)
+        while not self._answer.finished:
+            for piece in await self._answer.next(self._delivery.keepalive_s):
+                choices[piece.index].append(piece)
+        body = self._voice.whole(choices, self._answer.counts())
+        await json_response(body)(scope, receive, send)
+
+    async def _send_events(self, send: Send) -> None:
+        pieces = self._answer.start()
+        while not self._answer.finished:
+            news = await self._answer.next(self._delivery.keepalive_s)
+            pieces += news
+            events = self._events(pieces)
+            await self._send_event_bytes(send, events if news else events + b": still here\n\n")
+            pieces = []
+        closing = self._events(pieces)
+        if self._delivery.include_usage:
+            closing += _event(self._voice.usage_chunk(self._answer.counts()))
+        await self._send_event_bytes(send, closing + b"data: [DONE]\n\n", more=False)
+
+    def _events(self, pieces: Iterable[Piece]) -> bytes:
+        chunks = (self._voice.chunk(piece) for piece in pieces)
+        return b"".join(_event(chunk) for chunk in chunks if chunk is not None)
+
+    async def _send_event_bytes(self, send: Send, events: bytes, *, more: bool = True) -> None:
+        if not self._streaming:
+            headers = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type": "text/event-stream"}
+            pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": pairs})
+            self._streaming = True
+        if events or not more:
+            await _send_body(send, events, more=more)
+
+
+async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -> bool:
+    """Run `work` to its end, or cancel it as soon as the client disconnects. Returns whether it ran to its end."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        ran_to_its_end = working.done()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if ran_to_its_end:
+        working.result()
+    return ran_to_its_end
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})

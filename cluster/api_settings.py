@@ -1,0 +1,37 @@
+"""What the HTTP endpoints can be told, validated once and never changed after."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ApiSettings(BaseModel):
+    """Sizes in bytes or characters, times in seconds.
+
+    * `served_model_names`: names that clients may use; the first one answers. Empty: the model's own name.
+    * `api_keys`: any of them opens the endpoints; empty: they are open.
+    * `open_paths`: answered without a key.
+    * `default_max_tokens`: of a text completion that does not say; a chat gets what is left of the context.
+    * `max_choices`: n of one prompt. `max_sequences`: choices of all prompts of one request together.
+    * `inline_characters`: longer texts are tokenised by a thread, at most `tokenising_threads` at once with
+      `max_tokenising` waiting.
+    * `keepalive_s`: a stream that has nothing to say for so long says that it lives.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    open_paths: frozenset[str] = frozenset({"/health", "/ready", "/version", "/metrics"})
+    version: str = "0.1.0"
+    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
+    default_max_tokens: int = Field(default=16, ge=1)
+    max_choices: int = Field(default=128, ge=1)
+    max_sequences: int = Field(default=1024, ge=1)
+    inline_characters: int = Field(default=4096, ge=0)
+    tokenising_threads: int = Field(default=2, ge=1)
+    max_tokenising: int = Field(default=64, ge=1)
+    keepalive_s: float = Field(default=10.0, gt=0)
+    cors_origins: tuple[str, ...] = ("*",)

@@ -1,0 +1,69 @@
+"""From the bytes of an HTTP request to a validated body, or to the error that says what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, from_json
+from starlette.requests import ClientDisconnect, Request
+
+from planner.errors import BodyTooLarge, InvalidRequest
+from protos.openai import RefusedField
+
+B = TypeVar("B", bound=BaseModel)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """All bytes of the body. Raises `BodyTooLarge` as soon as they are known to be over `max_bytes`."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise BodyTooLarge(f"the body has {length} bytes; at most {max_bytes} are read")
+    received = bytearray()
+    try:
+        async for piece in request.stream():
+            received += piece
+            if len(received) > max_bytes:
+                raise BodyTooLarge(f"the body has more than the {max_bytes} bytes that are read")
+    except ClientDisconnect as error:
+        raise InvalidRequest("the body broke off") from error
+    return bytes(received)
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object in `data`. Raises `InvalidRequest`; also for nesting too deep, broken UTF-8, NaN."""
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return value
+
+
+def validate(kind: type[B], value: dict[str, Any]) -> B:
+    """`value` as a `kind`. Raises `InvalidRequest` for the first thing that is wrong, naming the field."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False, include_input=False)[0]) from error
+
+
+_TAGS = frozenset({"text", "texts", "ids", "id_lists", "list", "parts"})
+
+
+def _explain(details: ErrorDetails) -> InvalidRequest:
+    """One error, in one sentence; `param` is the field of the body that it is about."""
+    refused = details.get("ctx", {}).get("error")
+    where = [part for part in details["loc"] if part not in _TAGS or len(details["loc"]) == 1]
+    if isinstance(refused, RefusedField):
+        param = str(where[0]) if where else refused.param
+        return InvalidRequest(f"{_path(where)}: {refused}" if where else str(refused), param=param)
+    if details["type"] == "missing":
+        return InvalidRequest(f"{_path(where)} is missing", param=str(where[0]))
+    sentence = details["msg"][0].lower() + details["msg"][1:]
+    return InvalidRequest(f"{_path(where)}: {sentence}", param=str(where[0]) if where else None)
+
+
+def _path(where: list[str | int]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")

@@ -1,0 +1,113 @@
+"""From validated bodies to prompts in tokens, without holding up the event loop over a long text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from cluster.api_settings import ApiSettings
+from cluster.text import TextModel
+from planner.errors import ContextLengthExceeded, InvalidRequest, QueueFull
+from protos.openai import ChatBody, CompletionBody, Conversation
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """One prompt. `text` as the client wrote it, None where it sent ids; the first `num_added` ids are not in it."""
+
+    ids: list[int]
+    text: str | None = None
+    num_added: int = 0
+
+
+class PromptEncoder:
+    """Writes and tokenises prompts. Owner: the application; lives on its event loop.
+
+    Long texts go to threads, a bounded number at a time; when too many wait, `QueueFull` is raised.
+    """
+
+    def __init__(self, text: TextModel, settings: ApiSettings) -> None:
+        self._text = text
+        self._inline_characters = settings.inline_characters
+        self._max_waiting = settings.max_tokenising
+        self._threads = asyncio.Semaphore(settings.tokenising_threads)
+        self._num_waiting = 0
+
+    async def completion(self, body: CompletionBody, context: int) -> list[EncodedPrompt]:
+        """The prompts of a text completion, in order. Raises `ContextLengthExceeded` where a text cannot fit."""
+        given = body.prompt
+        if isinstance(given, str):
+            given = [given]
+        special = body.add_special_tokens is not False
+        texts = [one for one in given if isinstance(one, str)]
+        if texts:
+            for text in texts:
+                self._refuse_hopeless(text, context, "prompt")
+            return await self._run(
+                sum(map(len, texts)), lambda: [self._encode_text(text, special=special) for text in texts]
+            )
+        if body.add_special_tokens:
+            raise InvalidRequest("add_special_tokens needs a prompt of text", param="add_special_tokens")
+        lists = [one for one in given if isinstance(one, list)]
+        return [EncodedPrompt(ids) for ids in lists or [[one for one in given if isinstance(one, int)]]]
+
+    async def chat(self, body: ChatBody, context: int) -> EncodedPrompt:
+        """The prompt of a conversation, as the model's chat template writes it."""
+        special = body.add_special_tokens is True
+        return EncodedPrompt(await self.conversation(body, context=context, add_special_tokens=special))
+
+    async def conversation(self, body: Conversation, *, context: int | None, add_special_tokens: bool) -> list[int]:
+        """Token ids of a conversation's prompt. With `context`, one that cannot fit is refused before tokenising."""
+        template = self._text.chat_template
+        if template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        messages = [message.for_template() for message in body.messages]
+
+        def write() -> list[int]:
+            text = template.render(
+                messages,
+                add_generation_prompt=body.opens_answer,
+                continue_final_message=body.continue_final_message,
+                options=body.chat_template_kwargs,
+            )
+            if context is not None:
+                self._refuse_hopeless(text, context, "messages")
+            return self._text.encode(text, add_special_tokens=add_special_tokens)
+
+        return await self._run(sum(len(message["content"]) for message in messages), write)
+
+    async def ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of one text."""
+        return await self._run(len(text), lambda: self._text.encode(text, add_special_tokens=add_special_tokens))
+
+    async def decoded(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return await self._run(4 * len(ids), lambda: self._text.decode(list(ids)))
+
+    def _encode_text(self, text: str, *, special: bool) -> EncodedPrompt:
+        ids = self._text.encode(text, add_special_tokens=special)
+        bare = self._text.encode("", add_special_tokens=special)
+        return EncodedPrompt(ids, text, num_added=len(bare) if ids[: len(bare)] == bare else 0)
+
+    def _refuse_hopeless(self, text: str, context: int, param: str) -> None:
+        least = self._text.tokens.least(text)
+        if least >= context:
+            raise ContextLengthExceeded(
+                f"the prompt has at least {least} tokens; the context length is {context}", param=param
+            )
+
+    async def _run(self, num_characters: int, work: Callable[[], T]) -> T:
+        if num_characters <= self._inline_characters:
+            return work()
+        if self._num_waiting >= self._max_waiting:
+            raise QueueFull(f"{self._num_waiting} long prompts already wait to be tokenised")
+        self._num_waiting += 1
+        try:
+            async with self._threads:
+                return await asyncio.to_thread(work)
+        finally:
+            self._num_waiting -= 1

@@ -1,0 +1,191 @@
+"""The two shapes in which an answer is told: /v1/completions' and /v1/chat/completions', whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from cluster.answer import TokenCounts
+from cluster.choice import Piece, ScoredToken
+from cluster.detokeniser import TokenBytes
+from planner.request import TokenLogprobs
+from protos import openai_answers as wire
+
+LOWEST_LOGPROB: Final = -9999.0  # JSON has no infinity; the number that OpenAI's own answers use
+
+
+class Voice(Protocol):
+    """Turns what an answer says into JSON. Owner: one answer; every text it makes has the same id and time."""
+
+    def chunk(self, piece: Piece) -> bytes | None:
+        """One chunk of a stream; None where the piece has nothing to tell."""
+        ...
+
+    def usage_chunk(self, counts: TokenCounts) -> bytes:
+        """The chunk without choices that closes a stream."""
+        ...
+
+    def whole(self, choices: Sequence[Sequence[Piece]], counts: TokenCounts) -> bytes:
+        """The answer at once: all pieces of every choice, in order."""
+        ...
+
+
+class CompletionVoice:
+    """/v1/completions. `scored`: log probabilities were asked for."""
+
+    def __init__(self, model: str, tokens: TokenBytes, *, scored: bool) -> None:
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        self._tokens = tokens
+        self._scored = scored
+
+    def chunk(self, piece: Piece) -> bytes | None:
+        if _is_silent(piece):
+            return None
+        return self._envelope([self._choice(piece.index, [piece])]).to_json()
+
+    def usage_chunk(self, counts: TokenCounts) -> bytes:
+        return self._envelope([], counts).to_json()
+
+    def whole(self, choices: Sequence[Sequence[Piece]], counts: TokenCounts) -> bytes:
+        return self._envelope([self._choice(i, pieces) for i, pieces in enumerate(choices)], counts).to_json()
+
+    def _envelope(self, choices: list[wire.CompletionChoice], counts: TokenCounts | None = None) -> wire.Completion:
+        answer = wire.Completion(
+            id=self._id, object="text_completion", created=self._created, model=self._model, choices=choices
+        )
+        return answer if counts is None else answer.model_copy(update={"usage": usage(counts)})
+
+    def _choice(self, index: int, pieces: Sequence[Piece]) -> wire.CompletionChoice:
+        scores = [score for piece in pieces for score in piece.scores]
+        return wire.CompletionChoice(
+            index=index,
+            text="".join(piece.text for piece in pieces),
+            logprobs=self._logprobs(scores) if self._scored else None,
+            finish_reason=_finish_reason(pieces),
+        )
+
+    def _logprobs(self, scores: Sequence[ScoredToken]) -> wire.CompletionLogprobs:
+        return wire.CompletionLogprobs(
+            tokens=[self._tokens.name(score.logprobs.token) for score in scores],
+            token_logprobs=[None if (p := score.logprobs.logprob) is None else finite(p) for score in scores],
+            top_logprobs=[self._alternatives(score.logprobs) for score in scores],
+            text_offset=[score.offset for score in scores],
+        )
+
+    def _alternatives(self, score: TokenLogprobs) -> dict[str, float] | None:
+        """The most likely tokens and, as OpenAI has it, the chosen one."""
+        if score.logprob is None:
+            return None
+        pairs = [*score.top, (score.token, score.logprob)]
+        best: dict[str, float] = {}
+        for token, logprob in pairs:
+            best.setdefault(self._tokens.name(token), finite(logprob))
+        return best
+
+
+class ChatVoice:
+    """/v1/chat/completions. A choice's first chunk carries the role."""
+
+    def __init__(self, model: str, tokens: TokenBytes, *, scored: bool) -> None:
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        self._tokens = tokens
+        self._scored = scored
+        self._opened: set[int] = set()
+
+    def chunk(self, piece: Piece) -> bytes | None:
+        opens = piece.index not in self._opened
+        if _is_silent(piece) and not opens:
+            return None
+        self._opened.add(piece.index)
+        if opens:
+            delta = wire.ChatDelta(role="assistant", content=piece.text)
+        else:
+            delta = wire.ChatDelta(content=piece.text) if piece.text else wire.ChatDelta()
+        choice = wire.ChatChunkChoice(
+            index=piece.index, delta=delta, logprobs=self._logprobs([piece]), finish_reason=_finish_reason([piece])
+        )
+        return self._chunk([choice]).to_json()
+
+    def usage_chunk(self, counts: TokenCounts) -> bytes:
+        return self._chunk([]).model_copy(update={"usage": usage(counts)}).to_json()
+
+    def whole(self, choices: Sequence[Sequence[Piece]], counts: TokenCounts) -> bytes:
+        told = []
+        for index, pieces in enumerate(choices):
+            reason = _finish_reason(pieces)
+            assert reason is not None, "only finished choices are told at once"
+            text = "".join(piece.text for piece in pieces)
+            told.append(
+                wire.ChatChoice(
+                    index=index,
+                    message=wire.ChatMessage(role="assistant", content=text, refusal=None),
+                    logprobs=self._logprobs(pieces),
+                    finish_reason=reason,
+                )
+            )
+        return wire.ChatCompletion(
+            id=self._id,
+            object="chat.completion",
+            created=self._created,
+            model=self._model,
+            choices=told,
+            usage=usage(counts),
+        ).to_json()
+
+    def _chunk(self, choices: list[wire.ChatChunkChoice]) -> wire.ChatChunk:
+        return wire.ChatChunk(
+            id=self._id, object="chat.completion.chunk", created=self._created, model=self._model, choices=choices
+        )
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> wire.ChatLogprobs | None:
+        if not self._scored:
+            return None
+        scores = [score.logprobs for piece in pieces for score in piece.scores]
+        return wire.ChatLogprobs(
+            content=[
+                wire.TokenLogprob(
+                    token=self._tokens.name(score.token),
+                    logprob=finite(0.0 if score.logprob is None else score.logprob),
+                    bytes=self._bytes(score.token),
+                    top_logprobs=[
+                        wire.TopLogprob(token=self._tokens.name(token), logprob=finite(p), bytes=self._bytes(token))
+                        for token, p in score.top
+                    ],
+                )
+                for score in scores
+            ],
+            refusal=None,
+        )
+
+    def _bytes(self, token: int) -> list[int] | None:
+        return None if token in self._tokens.special else list(self._tokens.of(token))
+
+
+def usage(counts: TokenCounts) -> wire.Usage:
+    """OpenAI's token counts."""
+    return wire.Usage(
+        prompt_tokens=counts.prompt,
+        completion_tokens=counts.completion,
+        total_tokens=counts.prompt + counts.completion,
+        prompt_tokens_details=wire.PromptTokensDetails(cached_tokens=counts.cached),
+    )
+
+
+def finite(logprob: float) -> float:
+    """The log probability, with the impossible told as a number that JSON has."""
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def _is_silent(piece: Piece) -> bool:
+    return not piece.text and not piece.scores and piece.ending is None
+
+
+def _finish_reason(pieces: Sequence[Piece]) -> wire.FinishReasonName | None:
+    ending = pieces[-1].ending if pieces else None
+    return None if ending is None else ending.value
