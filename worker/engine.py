@@ -70,7 +70,7 @@ class Client:
         self._inbox.cancel(self, key, indices)
 
     def close(self) -> None:
-        """Cancel everything and hear nothing more. Harmless the second time."""
+        """Cancel everything, and hear no more than of the step that runs now. Harmless the second time."""
         self._inbox.close(self)
 
 

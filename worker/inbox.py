@@ -53,6 +53,7 @@ class Inbox(Generic[C]):
         self._mail: Mail[C] = Mail()
         self._live: dict[C, set[int]] = {}
         self._refusing: str | None = None
+        self._stopped = False
 
     def connect(self, client: C) -> None:
         """Raises `Unavailable` once requests are refused."""
@@ -97,14 +98,17 @@ class Inbox(Generic[C]):
     def refuse(self, why: str) -> None:
         """From now on submits and connects raise `Unavailable(why)`; what is queued stays. Clients get a report."""
         with self._condition:
-            self._refusing = why
+            if not self._stopped:
+                self._refusing = why
             self._mail.nudged = True
             self._condition.notify()
 
     def stop(self, why: str) -> None:
+        """As `refuse`, and have the engine end. The first reason stays."""
         with self._condition:
-            self._refusing = why
-            self._mail.stopping = True
+            if not self._stopped:
+                self._refusing = why
+            self._stopped = self._mail.stopping = True
             self._condition.notify()
 
     def take(self, *, wait: bool) -> Mail[C]:
