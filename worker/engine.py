@@ -17,6 +17,7 @@ from enum import Enum
 
 from planner.errors import InvalidConfiguration, RequestRefused, Unavailable, WorkerLost
 from planner.limits import Limits, Snapshot
+from planner.metrics import Metrics
 from planner.planner import Planner
 from planner.request import Request
 from planner.step import Step
@@ -127,6 +128,11 @@ class Engine:
         return self._started.result().stats
 
     @property
+    def metrics(self) -> Metrics:
+        """The planner's counters, which the engine thread keeps moving; needs a started engine."""
+        return self._started.result().metrics
+
+    @property
     def snapshot(self) -> Snapshot:
         """As of the last report; needs a started engine."""
         return self._started.result().snapshot
@@ -188,6 +194,7 @@ class _Loop:
         self.stats = EngineStats()
         self._executor = executor
         self._planner = Planner(limits)
+        self.metrics = self._planner.metrics
         self._depth = limits.max_steps_in_flight
         self._inbox = inbox
         self._desk: Desk[Client] = Desk()
