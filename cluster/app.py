@@ -1,0 +1,76 @@
+"""The application: what `serve deploy` and the `raycomb` command hand to Ray Serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from cluster.config import ServiceConfig, service_config
+from cluster.gateway import Gateway
+from cluster.membership_router import MembershipRouter
+from cluster.worker import Worker
+from planner.errors import InvalidConfiguration
+
+MAX_ONGOING_REQUESTS = 100_000
+"""Of one gateway. Serve must not queue in front of it: admission is ours, with typed refusals."""
+
+HEALTH_CHECK_PERIOD_S = 2.0
+HEALTH_CHECK_TIMEOUT_S = 10.0
+SHUTDOWN_MARGIN_S = 5.0
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application for the settings of a Serve YAML (`ServiceConfig`).
+
+    Raises `InvalidConfiguration` that names the setting at fault.
+    """
+    return build_application(service_config(args))
+
+
+def build_application(config: ServiceConfig) -> Application:
+    """Bind both deployments. Decides the device where it was left open: CUDA if the cluster has a GPU."""
+    device = decide_device(config, ray.cluster_resources() if ray.is_initialized() else {})
+    config = config.on(device)
+    workers = serve.deployment(
+        Worker,
+        name="Worker",
+        num_replicas=config.num_workers,
+        ray_actor_options={"num_cpus": config.worker_cpus, "num_gpus": 1 if device == "cuda" else 0},
+        max_ongoing_requests=64,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=config.drain_timeout_s + SHUTDOWN_MARGIN_S,
+        request_router_config=RequestRouterConfig(request_router_class=MembershipRouter),
+    ).bind(config)
+    gateways = serve.deployment(
+        Gateway,
+        name="Gateway",
+        num_replicas=config.num_gateways,
+        ray_actor_options={"num_cpus": config.gateway_cpus},
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=config.drain_timeout_s + SHUTDOWN_MARGIN_S,
+    )
+    return gateways.bind(config, workers)
+
+
+def decide_device(config: ServiceConfig, resources: Mapping[str, float]) -> Literal["cpu", "cuda"]:
+    """What was asked for; "auto" is CUDA if the cluster has a GPU now, of which each worker gets one to itself."""
+    if config.engine.device != "auto":
+        return config.engine.device
+    num_gpus = int(resources.get("GPU", 0))
+    if 0 < num_gpus < config.num_workers:
+        raise InvalidConfiguration(
+            f"{config.num_workers} workers need a GPU each and the cluster has {num_gpus}: "
+            "ask for fewer workers, or say device cpu, or cuda to wait for more GPUs",
+            param="num_workers",
+        )
+    return "cuda" if num_gpus else "cpu"

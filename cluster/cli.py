@@ -1,0 +1,65 @@
+"""The `raycomb` command: `serve` a model, `run` prompts offline, `bench` either.
+
+Each subcommand is a module with `add_arguments(parser)` and `execute(args) -> exit code`. Exit code 2 and one line on
+stderr mean that something was asked for that cannot be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from cluster.settings_sources import merged_tokens
+from planner.errors import RaycombError
+
+COMMANDS = {
+    "serve": ("cluster.serve_command", "serve a model over HTTP, on many workers"),
+    "run": ("cluster.run_command", "run prompts from a file through an engine in this process"),
+    "bench": ("cluster.bench_command", "measure an engine or a server"),
+}
+EXIT_CODE_OF_SETUP_ERRORS = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (that of the process, if None); gives the exit code."""
+    try:
+        tokens = list(sys.argv[1:] if argv is None else argv)
+        parser = make_parser(tokens)
+        if tokens[:1] == ["serve"] and not {"-h", "--help"} & set(tokens):
+            tokens = ["serve", *merged_tokens(serve_parser(), tokens[1:])]
+        args = parser.parse_args(tokens)
+        code: int = args.execute(args)
+    except RaycombError as error:
+        print(f"raycomb: error: {error.message}", file=sys.stderr)
+        return EXIT_CODE_OF_SETUP_ERRORS
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def make_parser(tokens: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all commands; only the one that `tokens` ask for is imported."""
+    parser = argparse.ArgumentParser(prog="raycomb", description="Batched language-model serving on many GPUs.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{serve,run,bench}")
+    for name, (module_name, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name in tokens[:1]:
+            module = importlib.import_module(module_name)
+            module.add_arguments(command)
+            command.set_defaults(execute=module.execute)
+    return parser
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    """The parser of `raycomb serve` alone, with all its settings."""
+    from cluster.serve_command import add_arguments
+
+    parser = argparse.ArgumentParser(prog="raycomb serve", allow_abbrev=False)
+    add_arguments(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

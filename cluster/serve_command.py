@@ -1,0 +1,84 @@
+"""`raycomb serve`: from flags to a running service and back to nothing. Free of Ray until the front is chosen."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.checkpoints import resolve
+from cluster.config import ServiceConfig, service_config
+from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
+from cluster.front import Front, choose_front, front_environment
+from planner.errors import InvalidConfiguration
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """What `raycomb serve` shall do. `ask`: put this question to the service once it is ready, then shut down."""
+
+    service: ServiceConfig
+    host: str
+    port: int
+    front: Front
+    ask: str | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", help="a folder with config.json, a .gguf file, a hub id, or a built-in name (smollm2-135m)"
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML with the same settings; flags and RAYCOMB_* beat it")
+    parser.add_argument("--num-workers", type=int, default=1, help="replicas of the model (default: 1)")
+    parser.add_argument("--num-gateways", type=int, default=1, help="processes that speak HTTP (default: 1)")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument(
+        "--front",
+        type=Front,
+        choices=list(Front),
+        default=Front.AUTO,
+        help="what listens there: HAProxy, or Serve's own proxy in Python (default: HAProxy where it exists)",
+    )
+    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that clients use")
+    parser.add_argument("--api-key", nargs="+", metavar="KEY", help="keys of which clients must show one")
+    parser.add_argument("--data-plane-host", metavar="ADDRESS", help="where workers listen for gateways")
+    parser.add_argument("--drain-timeout-s", type=float, help="how long what runs may go on at an orderly end")
+    parser.add_argument("--executor", help=argparse.SUPPRESS)
+    parser.add_argument("--ask", metavar="QUESTION", help="ask this once ready, print the answer, and shut down")
+    add_engine_flags(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Serve until a signal comes; the exit code. Raises `SetupError` when it cannot be."""
+    plan = make_plan(args)
+    if not os.environ.get("RAY_ADDRESS"):
+        os.environ.update(front_environment(plan.front))
+    from cluster.local_service import LocalService  # imports Ray, which reads the environment at import
+
+    return LocalService(plan.service, host=plan.host, port=plan.port).run(plan.ask)
+
+
+def make_plan(args: argparse.Namespace) -> ServePlan:
+    """Check everything that can be checked before a process is started; fetch the checkpoint if need be."""
+    if args.model is None:
+        raise InvalidConfiguration("which model? give its name after `serve`, or `model:` in --config", param="model")
+    engine = engine_config(args.model, given_engine_settings(args))
+    path = resolve(args.model, report)
+    names = args.served_model_name or [Path(args.model.rstrip("/")).name.removesuffix(".gguf")]
+    settings = {
+        "engine": engine.model_copy(update={"model": str(path)}),
+        "http": {"served_model_names": names, "api_keys": args.api_key or ()},
+        "num_workers": args.num_workers,
+        "num_gateways": args.num_gateways,
+    }
+    for name in ("data_plane_host", "drain_timeout_s", "executor"):
+        if (value := getattr(args, name)) is not None:
+            settings[name] = value
+    return ServePlan(service_config(settings), args.host, args.port, choose_front(args.front), args.ask)
+
+
+def report(line: str) -> None:
+    """Progress for a person at the terminal."""
+    print(f"raycomb: {line}", flush=True)

@@ -1,0 +1,86 @@
+"""Settings from a YAML file and from the environment, put before the flags of the command line.
+
+They become flags themselves, so one parser checks them all, and a later flag replaces an earlier one: flag beats
+environment, environment beats YAML, YAML beats default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from planner.errors import InvalidConfiguration
+
+ENVIRONMENT_PREFIX = "RAYCOMB_"
+
+
+def merged_tokens(
+    parser: argparse.ArgumentParser, tokens: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> list[str]:
+    """`tokens` with what the environment and `--config` say put before them. `parser` is the command's own.
+
+    Raises `InvalidConfiguration` that names an unknown key of the file. Variables that are no setting are others'.
+    """
+    settings = {name: action for action in parser._actions for name in _names(action)}
+    config_path, _ = _config_parser().parse_known_args(list(tokens))
+    from_file = _read(Path(config_path.config)) if config_path.config else {}
+    unknown = sorted(name for name in from_file if name not in settings)
+    if unknown:
+        raise InvalidConfiguration(f"{config_path.config}: unknown setting {unknown[0]!r}", param=unknown[0])
+    merged: list[str] = []
+    positional: dict[str, str] = {}
+    for values in (from_file, _from_environment(settings, environment)):
+        for name, value in values.items():
+            if settings[name].option_strings:
+                merged += _as_flag(settings[name], name, value)
+            else:
+                positional[name] = str(value)
+    given, _ = parser.parse_known_args([*merged, *tokens])
+    missing = [value for name, value in positional.items() if getattr(given, name) is None]
+    return [*missing, *merged, *tokens]
+
+
+def _names(action: argparse.Action) -> list[str]:
+    return [] if action.dest in ("help", "config") else [action.dest]
+
+
+def _config_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    return parser
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise InvalidConfiguration(f"{path} cannot be read: {error.strerror}", param="config") from error
+    except yaml.YAMLError as error:
+        raise InvalidConfiguration(f"{path} is not YAML: {' '.join(str(error).split())}", param="config") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InvalidConfiguration(f"{path} must hold settings by name", param="config")
+    return {str(name).replace("-", "_"): value for name, value in content.items()}
+
+
+def _from_environment(settings: Mapping[str, argparse.Action], environment: Mapping[str, str]) -> dict[str, Any]:
+    found = {name: environment.get(ENVIRONMENT_PREFIX + name.upper()) for name in settings}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _as_flag(action: argparse.Action, name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(action, argparse.BooleanOptionalAction):
+        truth = str(value).lower()
+        if truth not in ("true", "false", "1", "0"):
+            raise InvalidConfiguration(f"{name} must be true or false, not {value!r}", param=name)
+        return [flag if truth in ("true", "1") else f"--no-{name.replace('_', '-')}"]
+    if action.nargs == "+":
+        return [flag, *map(str, value if isinstance(value, list) else [value])]
+    return [f"{flag}={value}"]

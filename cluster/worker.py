@@ -1,0 +1,96 @@
+"""The worker as a Serve deployment: one replica, one engine, one pool of cells.
+
+Serve places, checks and replaces it; tokens go over its own data plane (`worker.serving`). Its process is the only
+kind in an application that loads torch, and only when the executor is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import Final
+
+import ray
+from ray import serve
+
+from cluster.checkpoints import resolve
+from cluster.config import ServiceConfig
+from cluster.engine_factory import make_engine
+from worker.engine import EngineState
+from worker.serving import DataPlaneServer
+
+logger = logging.getLogger("ray.serve")
+
+EXIT_CODE_OF_DEAD_ENGINE: Final = 70
+STOP_GRACE_S: Final = 2.0
+
+
+class Worker:
+    """Serve owns it and calls every method on one event loop; the engine has its own thread.
+
+    The replica is its identity: a replaced worker is another worker.
+    """
+
+    async def __init__(self, config: ServiceConfig) -> None:
+        """Load the model and listen. Raises a `SetupError` where the model or the settings do not allow it."""
+        started_at = time.monotonic()
+        self._config = config
+        self.worker_id = serve.get_replica_context().replica_tag
+        model = await asyncio.to_thread(resolve, config.engine.model, logger.info)
+        settings = config.engine.model_copy(update={"model": str(model)})
+        self._engine = make_engine(settings, _end_process, config.executor)
+        info = await asyncio.to_thread(self._engine.start)
+        host = config.data_plane_host or ray.util.get_node_ip_address()
+        self._server = DataPlaneServer(
+            self._engine,
+            info,
+            self.worker_id,
+            config.secret.get_secret_value(),
+            max_num_seqs=settings.max_num_seqs,
+            host=host,
+        )
+        self.address = await self._server.start()
+        logger.info(
+            "worker ready after %.1f s: %s, %s on %s, %d cells",
+            time.monotonic() - started_at,
+            info.architecture,
+            info.dtype,
+            info.device,
+            info.num_cells,
+        )
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """What gateways learn of this replica from Serve, once; see `cluster.membership_router`."""
+        return {"worker_id": self.worker_id, "address": self.address}
+
+    async def check_health(self) -> None:
+        if self._engine.state in (EngineState.DEAD, EngineState.STOPPED):
+            raise RuntimeError(f"the engine is {self._engine.state.value}")
+
+    async def num_live(self) -> int:
+        """Requests that run or wait here."""
+        return self._engine.num_live
+
+    async def __del__(self) -> None:
+        """Serve's shutdown hook: gateways have left already, or leave at the drain. Runs once, before the process ends.
+
+        A replica whose constructor failed has nothing to drain.
+        """
+        if not hasattr(self, "_server"):
+            return
+        if not await self._server.drain(self._config.drain_timeout_s):
+            logger.warning("worker ends with %d requests unfinished", self._engine.num_live)
+        await asyncio.to_thread(self._engine.stop)
+        await self._server.stop(STOP_GRACE_S)
+
+
+def _end_process(error: BaseException) -> None:
+    """A dead engine ends its process, so that Serve replaces the worker at once and nobody waits for it.
+
+    Called on the engine thread after every request was told; the pause lets the data plane send that.
+    """
+    logger.error("the engine died, the worker's process ends", exc_info=error)
+    time.sleep(0.5)
+    os._exit(EXIT_CODE_OF_DEAD_ENGINE)
