@@ -6,7 +6,7 @@ A line that cannot be used does not stop the others: it becomes an answer with a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -62,7 +62,7 @@ def _body(fields: dict[str, Any], seed: int) -> CompletionBody:
         raise InvalidRequest(_OTHER_THAN_ONE_PROMPT, param="prompt")
     if ids is None and not isinstance(fields["prompt"], str):
         raise InvalidRequest(_OTHER_THAN_ONE_PROMPT, param="prompt")
-    for name in ("stream", "stream_options"):
+    for name in ("stream", "stream_options", "echo", "model"):
         if fields.get(name) is not None:
             raise InvalidRequest(f"{name} means nothing in a batch", param=name)
     if fields.get("seed") is None:
@@ -83,13 +83,12 @@ class OrderedWriter:
     """
 
     file: IO[str]
-    num_written: int = 0
     _next: int = 0
     _ready: dict[int, str] = field(default_factory=dict)
 
-    def put(self, number: int, record: dict[str, Any]) -> None:
+    def put(self, number: int, records: Sequence[dict[str, Any]]) -> None:
         """Take the output of input line `number`; write it as soon as those before it were written."""
-        self._ready[number] = json.dumps(record, ensure_ascii=False) + "\n"
+        self._ready[number] = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         while (text := self._ready.pop(self._next, None)) is not None:
             self._write(text)
             self._next += 1
@@ -103,4 +102,3 @@ class OrderedWriter:
     def _write(self, text: str) -> None:
         self.file.write(text)
         self.file.flush()
-        self.num_written += 1

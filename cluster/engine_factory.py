@@ -8,7 +8,7 @@ from cluster.config import BUILD_EXECUTOR, load_executor_factory
 from planner.limits import Limits
 from worker.config import EngineConfig
 from worker.engine import Engine
-from worker.executor import Executor, ProgramInfo
+from worker.executor import Executor, ProgramInfo, limits_for
 
 
 def make_engine(
@@ -24,24 +24,6 @@ def make_engine(
         return made[0]
 
     def limits(info: ProgramInfo) -> Limits:
-        return engine_limits(settings, info, made[0].max_steps_in_flight)
+        return limits_for(settings, info, made[0].max_steps_in_flight)
 
     return Engine(make, limits, inbox_size=settings.max_waiting, on_death=on_death)
-
-
-def engine_limits(settings: EngineConfig, info: ProgramInfo, max_steps_in_flight: int) -> Limits:
-    """What the planner keeps to: sizes from the program, the rest from the operator."""
-    return Limits(
-        capacity=info.num_cells,
-        context=info.context,
-        vocab_size=info.vocab_size,
-        max_prefill_tokens=info.max_prefill_tokens,
-        min_prefill_tokens=info.min_prefill_tokens,
-        widths=info.widths,
-        max_num_seqs=settings.max_num_seqs,
-        max_batched_tokens=settings.batched_tokens,
-        prefill_chunk_tokens=settings.prefill_chunk_tokens,
-        max_waiting=settings.max_waiting,
-        max_steps_in_flight=max_steps_in_flight,
-        prefix_caching=settings.prefix_caching,
-    )

@@ -24,6 +24,10 @@ class News:
     update: Update | RequestRefused
 
 
+class Interrupted(Exception):
+    """The run was told to end before all of it was done."""
+
+
 class OfflineEngine:
     """Feeds an engine from an iterator of requests and yields what comes back.
 
@@ -35,14 +39,15 @@ class OfflineEngine:
         self.info = info
         # Reports wait here while the caller is slower than the engine: never more than one for each token that the
         # requests in flight may still get.
-        self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[StepReport | Interrupted] = queue.SimpleQueue()
         self._client = engine.connect(self._reports.put)
         self.peak_owned_cells = 0
 
     def run(self, requests: Iterable[tuple[int, Request]], max_in_flight: int) -> Iterator[News]:
         """Submit requests in order, never more than `max_in_flight` unfinished ones, until all have ended.
 
-        Of each key comes either one refusal, or updates of which each sequence's last one has a finish reason.
+        Of each key comes either one refusal, or updates of which each sequence's last one has a finish reason. Raises
+        `Interrupted` after `interrupt`.
         """
         waiting = iter(requests)
         unfinished: dict[int, int] = {}  # key -> how many of its sequences have not ended
@@ -58,6 +63,8 @@ class OfflineEngine:
             if not unfinished:
                 return
             report = self._reports.get()
+            if isinstance(report, Interrupted):
+                raise report
             self.peak_owned_cells = max(self.peak_owned_cells, report.snapshot.owned_cells)
             for key, update in report.updates:
                 if isinstance(update, RequestRefused):
@@ -71,6 +78,10 @@ class OfflineEngine:
     def cancel(self, key: int, indices: Collection[int] | None = None) -> None:
         """End a request's sequences at the next step; each still gets its last update."""
         self._client.cancel(key, indices)
+
+    def interrupt(self) -> None:
+        """End the run, once what has come so far was taken. May be called on any thread and by a signal handler."""
+        self._reports.put(Interrupted())
 
 
 @contextmanager
