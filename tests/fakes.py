@@ -21,14 +21,11 @@ from planner.limits import Limits
 from planner.request import Request, SamplingParams, TokenLogprobs, sequence_seed
 from planner.slices import Method
 from planner.step import Chunk, ChunkOutput, Step, StepResult
+from tests.fake_pool import NO_HISTORY, FakePool, WrongStepError, next_hash
 from worker.config import EngineConfig
 from worker.executor import ProgramInfo
 
 Outcomes = list[ChunkOutput | RequestFailed]
-
-_MASK = 2**64 - 1
-_EMPTY = 0x9E3779B97F4A7C15
-_FREE = -1
 
 
 def fake_info(**changes: Any) -> ProgramInfo:
@@ -72,14 +69,6 @@ def fake_request(prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4, **chang
     return Request(prompt=np.array(prompt, dtype=np.int64), max_tokens=max_tokens, **changes)
 
 
-def next_hash(history: int, token: int) -> int:
-    """Hash of a history and one token more (splitmix64's finaliser; Steele, Lea, Flood 2014)."""
-    z = (history + (token + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
-
-
 def fake_token(
     sampling: SamplingParams, position: int, history: int, vocab_size: int, masked: frozenset[int] = frozenset()
 ) -> int:
@@ -97,7 +86,7 @@ def expected_tokens(
     """What the index-th sequence of `request` must generate when nothing ends it early. `script` as the executor's."""
     sampling = request.sampling
     seed = sequence_seed(sampling.seed, index)
-    history = _EMPTY
+    history = NO_HISTORY
     for token in request.prompt.tolist():
         history = next_hash(history, token)
     generated: list[int] = []
@@ -114,45 +103,11 @@ def expected_tokens(
     return tuple(generated)
 
 
-class WrongStepError(AssertionError):
-    """The step breaks a promise of the seam."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Launched:
     outcomes: Outcomes
     death: BaseException | None
     ready_at: float
-
-
-class FakePool:
-    """What each cell holds: its token's position, and the hash of the history up to that token."""
-
-    def __init__(self, num_cells: int) -> None:
-        self._position = np.full(num_cells, _FREE, dtype=np.int64)
-        self._before = np.zeros(num_cells, dtype=np.uint64)
-        self._after = np.zeros(num_cells, dtype=np.uint64)
-
-    def history(self, cells: np.ndarray[Any, Any]) -> int:
-        """Hash of the history that these cells, positions 0.. in order, hold. Raises if they do not hold one."""
-        if len(cells) == 0:
-            return _EMPTY
-        if not np.array_equal(self._position[cells], np.arange(len(cells))):
-            raise WrongStepError(f"cells {cells.tolist()} hold positions {self._position[cells].tolist()}")
-        if self._before[cells[0]] != _EMPTY or not np.array_equal(self._before[cells[1:]], self._after[cells[:-1]]):
-            raise WrongStepError(f"cells {cells.tolist()} hold tokens of different sequences")
-        return int(self._after[cells[-1]])
-
-    def write(self, cells: np.ndarray[Any, Any], start: int, history: int, tokens: Sequence[int]) -> int:
-        for offset, token in enumerate(tokens):
-            cell = cells[start + offset]
-            self._position[cell], self._before[cell] = start + offset, history
-            history = next_hash(history, token)
-            self._after[cell] = history
-        return history
-
-    def spoil(self, cells: np.ndarray[Any, Any]) -> None:
-        self._position[cells] = _FREE
 
 
 class FakeExecutor:
@@ -311,7 +266,7 @@ class FakeExecutor:
     @staticmethod
     def _check_history(chunk: Chunk, history: int) -> None:
         assert chunk.history is not None
-        told = _EMPTY
+        told = NO_HISTORY
         for token in chunk.history[: chunk.start].tolist():
             told = next_hash(told, token)
         if told != history:
