@@ -10,7 +10,8 @@ from typing import TypeVar
 from cluster.api_settings import ApiSettings
 from cluster.text import TextModel
 from planner.errors import ContextLengthExceeded, InvalidRequest, QueueFull
-from protos.openai import ChatBody, CompletionBody, Conversation
+from protos.openai import ChatBody, CompletionBody
+from protos.openai_messages import Conversation
 
 T = TypeVar("T")
 

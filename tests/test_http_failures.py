@@ -1,0 +1,85 @@
+"""Refusals, failures and deadlines: each has its own status, and frees what it held."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from planner.errors import ForwardFailed, QueueFull, Unavailable, WorkerLost
+from planner.request import Request
+from tests.fake_fleet import FakeFleet
+from tests.http_desk import (
+    CHAT,
+    MODEL,
+    PROMPT,
+    desk,
+    endings,
+    joined,
+    refusal,
+    says,
+)
+
+
+async def test_a_refusal_has_its_own_status_streaming_or_not() -> None:
+    for refused in (QueueFull("full", retry_after_s=2.5), Unavailable("none left")):
+        for later in (False, True):
+            fleet = FakeFleet(MODEL, says("x"))
+            if later:
+                fleet.refusal_later = refused
+            else:
+                fleet.refusal_at_submit = refused
+            async with desk(fleet=fleet) as d:
+                for stream in (False, True):
+                    answer = await d.post("/v1/completions", **PROMPT, stream=stream)
+                    status = 429 if isinstance(refused, QueueFull) else 503
+                    assert refusal(answer, status)["code"] == refused.code
+                    assert answer.headers["retry-after"] == ("3" if status == 429 else "1")
+
+
+async def test_one_refused_prompt_of_a_batch_frees_the_others() -> None:
+    class SecondIsRefused(FakeFleet):
+        def submit(self, request: Request) -> Any:
+            if self.generations:
+                raise QueueFull("full")
+            return super().submit(request)
+
+    async with desk(fleet=SecondIsRefused(MODEL, says("x"))) as d:
+        refusal(await d.post("/v1/completions", prompt=["a", "b"], max_tokens=4), 429)
+    assert d.fleet.generations[0].cancelled == {0}
+
+
+async def test_a_failure_before_the_first_token_is_a_status() -> None:
+    fleet = FakeFleet(MODEL, says("x"), fail_after=(0, WorkerLost("gone")))
+    async with desk(fleet=fleet) as d:
+        for stream in (False, True):
+            assert refusal(await d.post("/v1/completions", **PROMPT, stream=stream), 503)["code"] == "worker_lost"
+
+
+async def test_a_stream_that_fails_says_so_and_ends() -> None:
+    fleet = FakeFleet(MODEL, says("hello there"), fail_after=(2, ForwardFailed("it broke")))
+    async with desk(fleet=fleet) as d:
+        events = await d.events("/v1/chat/completions", **CHAT, n=2)
+        whole = await d.post("/v1/chat/completions", **CHAT, n=2)
+    assert events[-1]["error"] == {
+        "message": "it broke",
+        "type": "server_error",
+        "param": None,
+        "code": "forward_failed",
+    }
+    assert endings(events[:-1]) == {0: [], 1: []}
+    assert joined(events[:-1]) == "hello "
+    refusal(whole, 500)
+
+
+async def test_a_deadline_ends_the_request_and_frees_it() -> None:
+    fleet = FakeFleet(MODEL, says("x"), gate=asyncio.Event())
+    async with desk(fleet=fleet) as d:
+        answer = await d.http.post("/v1/completions", json=PROMPT, headers={"x-request-timeout-ms": "20"})
+        bad = [
+            await d.http.post("/v1/completions", json=PROMPT, headers={"x-request-timeout-ms": value})
+            for value in ("abc", "-1", "0", "1.5")
+        ]
+    assert refusal(answer, 408)["code"] == "deadline_exceeded"
+    assert fleet.num_running == 0
+    for one in bad:
+        assert refusal(one)["param"] == "x-request-timeout-ms"
