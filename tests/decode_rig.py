@@ -1,0 +1,95 @@
+"""A small worker without an engine: a pool with shuffled cells, sequences with random histories, and a decode chain,
+beside the float32 reference that is fed the same tokens."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from planner.request import SamplingParams
+from tests.decode_reference import History, in_float32, random_weights, reference_step
+from worker.decode_buffers import DecodeBuffers
+from worker.decode_chain import DecodeChain
+from worker.decode_plan import DecodePlan
+from worker.decode_shape import DecodeShape
+from worker.decode_state import DecodeState, SlotEntry
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Rig:
+    """`lengths`: positions that each sequence starts with; sequence i lives in some slot of its own."""
+
+    def __init__(
+        self, shape: DecodeShape, lengths: list[int], width: int, plan: DecodePlan, device: torch.device, seed: int = 0
+    ) -> None:
+        self.shape, self.width, self.plan, self.device = shape, width, plan, device
+        self._random = random.Random(seed)
+        generator = torch.Generator(device=device).manual_seed(seed)
+        self.weights = random_weights(shape, device, seed)
+        self.exact = in_float32(self.weights)
+        num_cells = sum(lengths) + 16 * len(lengths) + 8
+        self.free_cells = self._random.sample(range(num_cells), num_cells)
+        sizes = (num_cells + 1, shape.num_kv_heads, shape.head_dim)
+        # Cells that nobody owns hold NaN: a kernel that reads one is found out.
+        self.pool = [
+            tuple(torch.full(sizes, float("nan"), dtype=shape.dtype, device=device) for _ in "kv")
+            for _ in range(shape.num_layers)
+        ]
+        num_slots = len(lengths) + 2
+        self.slots = self._random.sample(range(num_slots), len(lengths))
+        self.state = DecodeState(
+            num_slots=num_slots, max_rows=width, context=shape.context, scratch_cell=num_cells, device=device
+        )
+        self.cells = [[self.free_cells.pop() for _ in range(length)] for length in lengths]
+        self.tokens = [self._random.randrange(shape.vocab_size) for _ in lengths]
+        self.histories = [self._history(cells, generator) for cells in self.cells]
+        self.state.enter(
+            [
+                SlotEntry(slot, len(cells), np.array(cells, np.int32), token, GREEDY)
+                for slot, cells, token in zip(self.slots, self.cells, self.tokens, strict=True)
+            ]
+        )
+        self.buffers = DecodeBuffers(shape, width, [plan], device)
+        self.chain = DecodeChain(shape, self.weights, self.pool, self.state, self.buffers)
+
+    def _history(self, cells: list[int], generator: torch.Generator) -> History:
+        history = History([], [])
+        where = torch.tensor(cells, dtype=torch.int64, device=self.device)
+        for k, v in self.pool:
+            for pool, kept in ((k, history.keys), (v, history.values)):
+                sizes = (len(cells), *pool.shape[1:])
+                content = torch.empty(sizes, dtype=pool.dtype, device=self.device).normal_(generator=generator)
+                pool[where] = content
+                kept.append(content.float())
+        return history
+
+    def place_rows(self) -> list[int]:
+        """Gives every sequence a new cell and a row, in a new order each time; returns the sequence of each row."""
+        order = self._random.sample(range(len(self.slots)), len(self.slots))
+        for index in order:
+            self.cells[index].append(self.free_cells.pop())
+        self.state.set_rows([self.slots[i] for i in order], [self.cells[i][-1] for i in order])
+        self.state.out_tokens.fill_(-7)
+        return order
+
+    def reference_logits(self) -> list[torch.Tensor]:
+        """The reference's logits of every sequence for the tokens that the coming step feeds."""
+        return [
+            reference_step(self.shape, self.exact, token, history)
+            for token, history in zip(self.tokens, self.histories, strict=True)
+        ]
+
+    def follow(self, order: list[int]) -> list[int]:
+        """The tokens that the step drew, by sequence; the reference is fed the same ones next."""
+        drawn = self.state.out_tokens.tolist()
+        for row, index in enumerate(order):
+            self.tokens[index] = drawn[row]
+        return list(self.tokens)
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """|out - reference| / |reference|; NaN stays NaN and passes no comparison."""
+    return float((out.float() - reference.float()).norm() / reference.float().norm())

@@ -1,0 +1,174 @@
+"""The decode chain's kernels on tiny models, against the float32 reference. Runs on a GPU, or without one under
+Triton's interpreter (TRITON_INTERPRET=1), which finds wrong indices and wrong arithmetic but no races."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from tests.decode_rig import Rig, relative_error  # noqa: E402
+from worker.decode_plan import (  # noqa: E402
+    AttentionTile,
+    Chain,
+    DecodePlan,
+    GemvTile,
+    GemvTiles,
+    LinearTile,
+    LinearTiles,
+    Reduce,
+)
+from worker.decode_shape import DecodeShape  # noqa: E402
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+LLAMA = DecodeShape(
+    num_layers=2, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn=128, vocab_size=203, context=64,
+    norm_eps=1e-5, dtype=torch.float32,
+)  # fmt: skip
+QWEN2 = DecodeShape(
+    num_layers=2, hidden=56, num_heads=7, num_kv_heads=1, head_dim=8, ffn=76, vocab_size=131, context=64,
+    norm_eps=1e-6, dtype=torch.float32, qkv_bias=True,
+)  # fmt: skip
+QWEN3 = DecodeShape(
+    num_layers=2, hidden=64, num_heads=4, num_kv_heads=4, head_dim=32, ffn=96, vocab_size=160, context=64,
+    norm_eps=1e-6, dtype=torch.float32, qk_norm=True,
+)  # fmt: skip
+MISTRAL = DecodeShape(
+    num_layers=2, hidden=80, num_heads=4, num_kv_heads=2, head_dim=20, ffn=112, vocab_size=97, context=64,
+    norm_eps=1e-5, dtype=torch.float32, window=9,
+)  # fmt: skip
+
+ONE_SPLIT = AttentionTile(splits=1, block=16, warps=1, stages=2)
+LAST_REDUCES = AttentionTile(splits=2, block=16, warps=2, stages=1)
+KERNEL_REDUCES = AttentionTile(splits=4, block=32, warps=4, stages=1, reduce=Reduce.KERNEL)
+
+
+def library(attention: AttentionTile) -> DecodePlan:
+    return DecodePlan(Chain.LIBRARY, attention)
+
+
+def gemv(attention: AttentionTile) -> DecodePlan:
+    tile = GemvTile(columns=4, depth=32, warps=2)
+    return DecodePlan(Chain.GEMV, attention, gemv=GemvTiles(tile, tile, tile, tile, GemvTile(8, 64, 2)))
+
+
+def split_k(attention: AttentionTile, *, swap: bool) -> DecodePlan:
+    two = LinearTile(rows=16, columns=16, depth=16, splits=2, stages=2, warps=2, swap=swap)
+    one = LinearTile(rows=16, columns=32, depth=32, splits=1, stages=2, warps=2, swap=swap)
+    return DecodePlan(Chain.SPLIT_K, attention, linear=LinearTiles(two, two, one, two, one))
+
+
+CASES = {
+    "library, one split": (LLAMA, library(ONE_SPLIT)),
+    "library, last program reduces": (LLAMA, library(LAST_REDUCES)),
+    "library, kernel reduces": (LLAMA, library(KERNEL_REDUCES)),
+    "library, bias, odd sizes": (QWEN2, library(LAST_REDUCES)),
+    "library, head norms": (QWEN3, library(KERNEL_REDUCES)),
+    "library, window, odd head": (MISTRAL, library(ONE_SPLIT)),
+    "library, window, splits": (MISTRAL, library(LAST_REDUCES)),
+    "gemv": (LLAMA, gemv(KERNEL_REDUCES)),
+    "gemv, head norms": (QWEN3, gemv(LAST_REDUCES)),
+    "split k": (LLAMA, split_k(LAST_REDUCES, swap=False)),
+    "split k, weights first": (QWEN3, split_k(ONE_SPLIT, swap=True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chain_gives_what_float32_gives_over_three_steps_in_any_rows(name: str) -> None:
+    shape, plan = CASES[name]
+    rig = Rig(shape, lengths=[0, 1, 16, 37], width=4, plan=plan, device=DEVICE)
+    for step in range(3):
+        order = rig.place_rows()
+        expected = rig.reference_logits()
+        rig.chain.run(rig.width, plan)
+        drawn = rig.follow(order)
+        assert drawn == [int(logits.argmax()) for logits in expected], step
+        for index, history in enumerate(rig.histories):
+            for (k, v), keys, values in zip(rig.pool, history.keys, history.values, strict=True):
+                assert relative_error(k[rig.cells[index][-1]], keys[-1]) < 1e-5
+                assert relative_error(v[rig.cells[index][-1]], values[-1]) < 1e-5
+
+
+@pytest.mark.parametrize("plan", [library(ONE_SPLIT), gemv(KERNEL_REDUCES), split_k(LAST_REDUCES, swap=True)])
+def test_sampler_sees_the_logits_and_its_tokens_are_fed_back(plan: DecodePlan) -> None:
+    rig = Rig(LLAMA, lengths=[5, 12, 20], width=4, plan=plan, device=DEVICE)
+    order = rig.place_rows()
+    expected = rig.reference_logits()
+    seen = []
+
+    def least_likely(logits: torch.Tensor, row_slots: torch.Tensor, state: object) -> None:
+        seen.append(logits.clone())
+        rig.state.out_tokens[: len(logits)] = logits.argmin(-1)
+
+    rig.chain.run(4, plan, least_likely)
+    for row, index in enumerate(order):
+        assert relative_error(seen[0][row], expected[index]) < 1e-5
+    drawn = rig.follow(order)
+    assert drawn == [int(logits.argmin()) for logits in expected]
+    assert [int(rig.state.last_token[slot]) for slot in rig.slots] == drawn
+    assert [int(rig.state.length[slot]) for slot in rig.slots] == [6, 13, 21]
+
+
+@pytest.mark.parametrize("plan", [library(LAST_REDUCES), gemv(LAST_REDUCES), split_k(LAST_REDUCES, swap=False)])
+def test_padding_rows_touch_only_scratch(plan: DecodePlan) -> None:
+    rig = Rig(LLAMA, lengths=[3, 18], width=4, plan=plan, device=DEVICE)
+    state = rig.state
+    idle = [slot for slot in range(state.num_slots) if slot not in rig.slots]
+    state.last_token[idle], state.length[idle], state.table[idle] = 11, 5, 1
+    pool_before = [tensor.clone() for pair in rig.pool for tensor in pair]
+    order = rig.place_rows()
+    rig.chain.run(4, plan)
+    rig.follow(order)
+    assert int(state.length[state.scratch_slot]) == 0
+    assert state.last_token[idle].tolist() == [11, 11]
+    assert state.length[idle].tolist() == [5, 5]
+    assert bool((state.table[idle] == 1).all())
+    written = {cells[-1] for cells in rig.cells} | {state.scratch_cell}
+    untouched = [cell for cell in range(state.scratch_cell) if cell not in written]
+    after = [tensor for pair in rig.pool for tensor in pair]
+    for before, now in zip(pool_before, after, strict=True):
+        assert torch.equal(before[untouched].nan_to_num(7.0), now[untouched].nan_to_num(7.0))
+    assert int(rig.buffers.arrived.abs().sum()) == 0
+
+
+def test_row_without_finite_logits_is_marked_and_hurts_no_other() -> None:
+    plan = library(ONE_SPLIT)
+    rig = Rig(LLAMA, lengths=[4, 9], width=2, plan=plan, device=DEVICE)
+    rig.pool[0][1][rig.cells[0][2]] = float("nan")
+    order = rig.place_rows()
+    expected = rig.reference_logits()
+    rig.chain.run(2, plan)
+    bad = rig.state.bad_rows.tolist()
+    assert bad[order.index(0)] == 1
+    assert bad[order.index(1)] == 0
+    drawn = rig.follow(order)
+    assert drawn[1] == int(expected[1].argmax())
+    assert 0 <= drawn[0] < LLAMA.vocab_size
+
+
+def test_equal_logits_give_the_lowest_token() -> None:
+    for plan in (library(ONE_SPLIT), gemv(ONE_SPLIT), split_k(ONE_SPLIT, swap=True)):
+        rig = Rig(LLAMA, lengths=[4], width=1, plan=plan, device=DEVICE)
+        rig.weights.head.zero_()
+        rig.place_rows()
+        rig.chain.run(1, plan)
+        assert rig.state.out_tokens.tolist() == [0]
+        assert rig.state.bad_rows.tolist() == [0]
+
+
+def test_reference_can_tell_a_wrong_window() -> None:
+    plan = library(ONE_SPLIT)
+    wrong = DecodeShape(**{n: getattr(MISTRAL, n) for n in DecodeShape.__slots__} | {"window": 8})
+    rig = Rig(MISTRAL, lengths=[30], width=1, plan=plan, device=DEVICE)
+    rig.chain._shape = wrong
+    rig.place_rows()
+    expected = rig.reference_logits()
+    rig.chain.run(1, plan, lambda logits, slots, state: None)
+    assert relative_error(rig.buffers.logits[0], expected[0]) > 1e-3

@@ -1,0 +1,74 @@
+"""The scratch tensors of a decode step, one set for all widths: only one step runs at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.decode_plan import Chain, DecodePlan
+from worker.decode_shape import DecodeShape
+
+ROW_TILE = 64
+MIN_HEAD_COLUMNS = 4
+
+
+class DecodeBuffers:
+    """Sized for up to `max_rows` rows and the plans of all widths; rows are padded to whole tiles, whose extra rows
+    hold anything. `logits` [max_rows, vocab] in the model's dtype are the last sampled step's."""
+
+    def __init__(self, shape: DecodeShape, max_rows: int, plans: list[DecodePlan], device: torch.device) -> None:
+        def zeros(*sizes: int, dtype: torch.dtype = shape.dtype) -> torch.Tensor:
+            return torch.zeros(*sizes, dtype=dtype, device=device)
+
+        def floats(*sizes: int) -> torch.Tensor:
+            return zeros(*sizes, dtype=torch.float32)
+
+        self.padded_rows = rows = -(-max_rows // ROW_TILE) * ROW_TILE
+        self.max_sums = next_power_of_2(max([1, *(_num_sums(shape, plan) for plan in plans)]))
+        context_splits = max(plan.attention.splits for plan in plans)
+        self.residual = zeros(rows, shape.hidden)
+        self.normed = zeros(rows, shape.hidden)
+        self.sums = floats(rows, self.max_sums)
+        self.qkv = zeros(rows, shape.qkv_columns)
+        self.partials = floats(max(_partial_columns(shape, plan) for plan in plans) * rows)
+        self.attended = zeros(rows, shape.query_columns)
+        self.projected = zeros(rows, shape.hidden)
+        self.gate_up = zeros(rows, 2 * shape.ffn)
+        self.active = zeros(rows, shape.ffn)
+        self.logits = zeros(max_rows, shape.vocab_size)
+        self.part_out = floats(max_rows * shape.query_columns * context_splits)
+        self.part_max = floats(max_rows * shape.num_heads * context_splits)
+        self.part_sum = floats(max_rows * shape.num_heads * context_splits)
+        self.arrived = zeros(max_rows * shape.num_kv_heads, dtype=torch.int32)
+        programs = -(-shape.vocab_size // MIN_HEAD_COLUMNS)
+        self.best = floats(rows, programs)
+        self.best_id = zeros(rows, programs, dtype=torch.int32)
+
+    def fits(self, shape: DecodeShape, width: int, plan: DecodePlan) -> None:
+        """Asserts that a plan writes inside these buffers: an overrun would corrupt a neighbour in silence."""
+        assert width <= self.padded_rows
+        assert _num_sums(shape, plan) <= self.max_sums
+        assert _partial_columns(shape, plan) * self.padded_rows <= self.partials.numel()
+        assert width * shape.query_columns * plan.attention.splits <= self.part_out.numel()
+        if plan.gemv is not None:
+            assert plan.gemv.head.columns >= MIN_HEAD_COLUMNS
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _num_sums(shape: DecodeShape, plan: DecodePlan) -> int:
+    """Partial sums of squares of one row: one for each program that writes the residual."""
+    if plan.gemv is None:
+        return 1
+    return shape.hidden // min(plan.gemv.o.columns, plan.gemv.down.columns)
+
+
+def _partial_columns(shape: DecodeShape, plan: DecodePlan) -> int:
+    """fp32 values a row of the largest partial result."""
+    if plan.chain is Chain.LIBRARY:
+        return 1
+    if plan.linear is None:
+        return shape.qkv_columns
+    tiles = plan.linear
+    return max(shape.qkv_columns * tiles.qkv.splits, shape.hidden * max(tiles.o.splits, tiles.down.splits))

@@ -1,0 +1,229 @@
+"""Launches one whole decode step: embedding, layers, LM head, the drawn token and its feedback. Capturable.
+
+`DecodeChain.run` only launches kernels on torch's current stream, with addresses and sizes that depend on nothing but
+the width, so a captured run can be replayed for any sequences. The kernels are in `gpu_norm`, `gpu_gemv`, `gpu_linear`
+and `decode_attention`; which of them a width uses is `decode_plan`'s choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from worker.decode_attention import LOG2_E, attention_kernel, reduce_kernel
+from worker.decode_buffers import DecodeBuffers, next_power_of_2
+from worker.decode_plan import Chain, DecodePlan, GemvTile, LinearTile, Reduce
+from worker.decode_shape import DecodeShape, DecodeWeights, LayerWeights
+from worker.decode_state import DecodeState
+from worker.gpu_gemv import head_gemv_kernel, normed_gate_up_gemv_kernel, normed_gemv_kernel, residual_gemv_kernel
+from worker.gpu_linear import gate_up_kernel, head_kernel, split_linear_kernel
+from worker.gpu_norm import add_norm_kernel, advance_kernel, arg_max_kernel, embed_kernel, pick_kernel, silu_kernel
+
+ARG_MAX_BLOCK = 4096
+
+Sampler = Callable[[torch.Tensor, torch.Tensor, DecodeState], None]
+"""Draws from logits [rows, vocab] for the slots row_slots int32[rows] into state.out_tokens[:rows] (and marks
+state.bad_rows[:rows]), on the current stream, without waiting for the device."""
+
+
+class DecodeChain:
+    """One model's decode steps over one pool. `pool`: per layer K and V [cells + 1, kv_heads, head_dim], the last
+    cell being scratch. All tensors must stay where they are for as long as a captured step is replayed."""
+
+    def __init__(
+        self,
+        shape: DecodeShape,
+        weights: DecodeWeights,
+        pool: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        state: DecodeState,
+        buffers: DecodeBuffers,
+    ) -> None:
+        assert len(pool) == len(weights.layers) == shape.num_layers
+        assert weights.cos.dtype == torch.float32
+        assert weights.cos.shape == (shape.context, shape.head_dim // 2)
+        self._shape, self._weights, self._pool, self._state, self._buffers = shape, weights, pool, state, buffers
+
+    def run(self, width: int, plan: DecodePlan, sampler: Sampler | None = None) -> None:
+        """Launches the step of rows [0, width). Without a sampler every row takes the arg max, lowest id on ties."""
+        assert width <= self._state.max_rows
+        gemv = plan.chain is Chain.GEMV
+        self._buffers.fits(self._shape, width, plan)
+        self._embed(width, plan, scaled=gemv)
+        weights = self._weights
+        num_sums = 1
+        for index, layer in enumerate(weights.layers):
+            last = index + 1 == len(weights.layers)
+            next_norm = weights.final_norm if last else weights.layers[index + 1].input_norm
+            if gemv:
+                num_sums = self._gemv_layer(index, layer, next_norm, num_sums, width, plan)
+            elif plan.chain is Chain.SPLIT_K:
+                self._split_layer(index, layer, next_norm, width, plan)
+            else:
+                self._library_layer(index, layer, next_norm, width, plan)
+        num_programs = self._head(width, plan, num_sums, store_logits=sampler is not None)
+        self._finish(width, plan, num_programs, sampler)
+
+    def _embed(self, width: int, plan: DecodePlan, *, scaled: bool) -> None:
+        s, w, b, state = self._shape, self._weights, self._buffers, self._state
+        embed_kernel[(width,)](
+            state.row_slots, state.new_cells, state.last_token, state.length, state.table, state.context,
+            w.embedding, w.layers[0].input_norm, b.residual, b.normed, b.sums, s.norm_eps,
+            HIDDEN=s.hidden, BLOCK=next_power_of_2(s.hidden), MAX_SUMS=b.max_sums, SCALED=scaled,
+            **_launch(plan, 8 if s.hidden > 1024 else 4),
+        )  # fmt: skip
+
+    def _attend(
+        self, index: int, layer: LayerWeights, qkv: torch.Tensor, splits: int, width: int, plan: DecodePlan
+    ) -> None:
+        s, w, b, state, tile = self._shape, self._weights, self._buffers, self._state, plan.attention
+        k_pool, v_pool = self._pool[index]
+        none = b.sums  # stands in for the pointers that this model's kernel never reads
+        attention_kernel[(s.num_kv_heads, tile.splits, width)](
+            qkv, b.padded_rows * s.qkv_columns,
+            layer.qkv_bias if layer.qkv_bias is not None else none,
+            layer.q_norm if layer.q_norm is not None else none,
+            layer.k_norm if layer.k_norm is not None else none,
+            w.cos, w.sin, state.row_slots, state.length, state.new_cells, state.table, state.context,
+            k_pool, v_pool, b.attended, b.part_out, b.part_max, b.part_sum, b.arrived,
+            s.head_dim**-0.5 * LOG2_E, s.norm_eps, s.window or 0,
+            HEADS=s.num_heads, KV_HEADS=s.num_kv_heads, D=s.head_dim, D_PADDED=max(16, next_power_of_2(s.head_dim)),
+            GROUP_PADDED=max(16, next_power_of_2(s.num_heads // s.num_kv_heads)), QKV_SPLITS=splits,
+            SPLITS=tile.splits, BLOCK=tile.block, HAS_BIAS=layer.qkv_bias is not None, QK_NORM=s.qk_norm,
+            WINDOWED=s.window is not None, LAST_REDUCES=tile.reduce is Reduce.LAST_PROGRAM,
+            **_launch(plan, tile.warps, tile.stages),
+        )  # fmt: skip
+        if tile.splits > 1 and tile.reduce is Reduce.KERNEL:
+            reduce_kernel[(width * s.num_heads,)](
+                b.part_out, b.part_max, b.part_sum, b.attended, SPLITS=tile.splits, D=s.head_dim,
+                D_PADDED=max(16, next_power_of_2(s.head_dim)), **_launch(plan, 4),
+            )  # fmt: skip
+
+    def _gemv_layer(
+        self, index: int, layer: LayerWeights, next_norm: torch.Tensor, num_sums: int, width: int, plan: DecodePlan
+    ) -> int:
+        """Returns how many partial sums of squares the layer left for the next linear."""
+        s, b, tiles = self._shape, self._buffers, plan.gemv
+        assert tiles is not None
+        rows = next_power_of_2(width)
+
+        def normed(kernel: Any, w: torch.Tensor, out: torch.Tensor, columns: int, tile: GemvTile, sums: int) -> None:
+            kernel[(columns // tile.columns,)](
+                b.normed, b.sums, w, out, sums, s.norm_eps, N=columns, K=s.hidden, ROWS=rows, COLUMNS=tile.columns,
+                DEPTH=tile.depth, MAX_SUMS=b.max_sums, EARLY=tile.early, **_launch(plan, tile.warps),
+            )  # fmt: skip
+
+        def residual(x: torch.Tensor, w: torch.Tensor, norm: torch.Tensor, k: int, tile: GemvTile) -> int:
+            programs = s.hidden // tile.columns
+            residual_gemv_kernel[(programs,)](
+                x, w, b.residual, norm, b.normed, b.sums, N=s.hidden, K=k, ROWS=rows, COLUMNS=tile.columns,
+                DEPTH=tile.depth, MAX_SUMS=b.max_sums, **_launch(plan, tile.warps),
+            )  # fmt: skip
+            return programs
+
+        normed(normed_gemv_kernel, layer.qkv, b.partials, s.qkv_columns, tiles.qkv, num_sums)
+        self._attend(index, layer, b.partials, 1, width, plan)
+        num_sums = residual(b.attended, layer.o, layer.post_norm, s.query_columns, tiles.o)
+        normed(normed_gate_up_gemv_kernel, layer.gate_up, b.active, s.ffn, tiles.gate_up, num_sums)
+        return residual(b.active, layer.down, next_norm, s.ffn, tiles.down)
+
+    def _split_layer(
+        self, index: int, layer: LayerWeights, next_norm: torch.Tensor, width: int, plan: DecodePlan
+    ) -> None:
+        s, b, tiles = self._shape, self._buffers, plan.linear
+        assert tiles is not None
+
+        def split(x: torch.Tensor, w: torch.Tensor, n: int, k: int, tile: LinearTile) -> None:
+            split_linear_kernel[(n // tile.columns, tile.splits, _tiles(width, tile.rows))](
+                x, w, b.partials, width, b.padded_rows * n, N=n, K=k, SPLITS=tile.splits, ROWS=tile.rows,
+                COLUMNS=tile.columns, DEPTH=tile.depth, SWAP=tile.swap, EARLY=tile.early,
+                **_launch(plan, tile.warps, tile.stages),
+            )  # fmt: skip
+
+        split(b.normed, layer.qkv, s.qkv_columns, s.hidden, tiles.qkv)
+        self._attend(index, layer, b.partials, tiles.qkv.splits, width, plan)
+        split(b.attended, layer.o, s.hidden, s.query_columns, tiles.o)
+        self._add_norm(b.partials, tiles.o.splits, layer.post_norm, width, plan)
+        tile = tiles.gate_up
+        gate_up_kernel[(s.ffn // tile.columns, _tiles(width, tile.rows))](
+            b.normed, layer.gate_up, b.active, width, N=s.ffn, K=s.hidden, ROWS=tile.rows, COLUMNS=tile.columns,
+            DEPTH=tile.depth, SWAP=tile.swap, EARLY=tile.early, **_launch(plan, tile.warps, tile.stages),
+        )  # fmt: skip
+        split(b.active, layer.down, s.hidden, s.ffn, tiles.down)
+        self._add_norm(b.partials, tiles.down.splits, next_norm, width, plan)
+
+    def _library_layer(
+        self, index: int, layer: LayerWeights, next_norm: torch.Tensor, width: int, plan: DecodePlan
+    ) -> None:
+        s, b = self._shape, self._buffers
+        torch.mm(b.normed[:width], layer.qkv.t(), out=b.qkv[:width])
+        self._attend(index, layer, b.qkv, 1, width, plan)
+        torch.mm(b.attended[:width], layer.o.t(), out=b.projected[:width])
+        self._add_norm(b.projected, 1, layer.post_norm, width, plan)
+        torch.mm(b.normed[:width], layer.gate_up.t(), out=b.gate_up[:width])
+        silu_kernel[(-(-s.ffn // 1024), width)](b.gate_up, b.active, FFN=s.ffn, BLOCK=1024, **_launch(plan, 4))
+        torch.mm(b.active[:width], layer.down.t(), out=b.projected[:width])
+        self._add_norm(b.projected, 1, next_norm, width, plan)
+
+    def _add_norm(self, partials: torch.Tensor, splits: int, norm: torch.Tensor, width: int, plan: DecodePlan) -> None:
+        s, b = self._shape, self._buffers
+        add_norm_kernel[(width,)](
+            partials, b.padded_rows * s.hidden, b.residual, norm, b.normed, s.norm_eps, HIDDEN=s.hidden,
+            BLOCK=next_power_of_2(s.hidden), SPLITS=splits, **_launch(plan, 8 if s.hidden > 1024 else 4),
+        )  # fmt: skip
+
+    def _head(self, width: int, plan: DecodePlan, num_sums: int, *, store_logits: bool) -> int:
+        """Returns how many programs left their best token of each row."""
+        s, b, head = self._shape, self._buffers, self._weights.head
+        if plan.gemv is not None:
+            tile = plan.gemv.head
+            programs = -(-s.vocab_size // tile.columns)
+            head_gemv_kernel[(programs,)](
+                b.normed, b.sums, head, b.logits, b.best, b.best_id, num_sums, s.norm_eps, width, programs,
+                N=s.vocab_size, K=s.hidden, ROWS=next_power_of_2(width), COLUMNS=tile.columns, DEPTH=tile.depth,
+                MAX_SUMS=b.max_sums, STORE_LOGITS=store_logits, **_launch(plan, tile.warps),
+            )  # fmt: skip
+            return programs
+        if plan.linear is not None:
+            wide = plan.linear.head
+            programs = -(-s.vocab_size // wide.columns)
+            head_kernel[(programs, _tiles(width, wide.rows))](
+                b.normed, head, b.logits, b.best, b.best_id, width, programs, N=s.vocab_size, K=s.hidden,
+                ROWS=wide.rows, COLUMNS=wide.columns, DEPTH=wide.depth, SWAP=wide.swap, STORE_LOGITS=store_logits,
+                **_launch(plan, wide.warps, wide.stages),
+            )  # fmt: skip
+            return programs
+        torch.mm(b.normed[:width], head.t(), out=b.logits[:width])
+        programs = -(-s.vocab_size // ARG_MAX_BLOCK)
+        if not store_logits:
+            arg_max_kernel[(programs, width)](
+                b.logits, b.best, b.best_id, programs, VOCAB=s.vocab_size, BLOCK=ARG_MAX_BLOCK, **_launch(plan, 4)
+            )
+        return programs
+
+    def _finish(self, width: int, plan: DecodePlan, num_programs: int, sampler: Sampler | None) -> None:
+        s, b, state = self._shape, self._buffers, self._state
+        if sampler is None:
+            pick_kernel[(width,)](
+                b.best, b.best_id, num_programs, state.row_slots, state.last_token, state.length, state.scratch_slot,
+                state.out_tokens, state.bad_rows, VOCAB=s.vocab_size, BLOCK=1024, **_launch(plan, 4),
+            )  # fmt: skip
+            return
+        sampler(b.logits[:width], state.row_slots[:width], state)
+        advance_kernel[(width,)](
+            state.row_slots, state.out_tokens, state.last_token, state.length, state.scratch_slot,
+            PDL=False, num_warps=1,
+        )  # fmt: skip
+
+
+def _tiles(width: int, rows: int) -> int:
+    return math.ceil(width / rows)
+
+
+def _launch(plan: DecodePlan, warps: int, stages: int = 2) -> dict[str, Any]:
+    options: dict[str, Any] = {"PDL": plan.dependent_launch, "num_warps": warps, "num_stages": stages}
+    if plan.dependent_launch:
+        options["launch_pdl"] = True
+    return options

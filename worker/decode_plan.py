@@ -1,0 +1,177 @@
+"""Chooses how a decode step of a given width runs: which chain of kernels, and their tile sizes. Pure and in integers.
+
+The numbers were tuned inside whole captured steps on one H200 (docs/gpu_decode_notes.md); winners of standalone
+kernel timings are often not winners in the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from worker.decode_shape import DecodeShape
+
+
+class Chain(Enum):
+    """`GEMV`: a few rows, plain multiply-adds, norms fused into the linears. `SPLIT_K`: tensor cores, linears cut along
+    K, partials summed by the next kernel. `LIBRARY`: the vendor's matrix product; takes every shape and dtype."""
+
+    GEMV = "gemv"
+    SPLIT_K = "split_k"
+    LIBRARY = "library"
+
+
+class Reduce(Enum):
+    """Who sums the splits of attention: the last program to arrive, or a kernel of its own."""
+
+    LAST_PROGRAM = "last_program"
+    KERNEL = "kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """`splits` (a power of two) of the context, `block` cells at a time, `warps` and pipeline `stages` a program."""
+
+    splits: int
+    block: int
+    warps: int
+    stages: int
+    reduce: Reduce = Reduce.LAST_PROGRAM
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTile:
+    """`columns` a program, `depth` of K at a time. `early`: lets the next kernel start when this one starts."""
+
+    columns: int
+    depth: int
+    warps: int
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """`rows` x `columns` a program, K in `splits`, `depth` of K at a time, `stages` of it in flight. `swap`: weights
+    are the tensor cores' 64-row operand."""
+
+    rows: int
+    columns: int
+    depth: int
+    splits: int
+    stages: int
+    warps: int
+    swap: bool
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTiles:
+    qkv: GemvTile
+    o: GemvTile
+    gate_up: GemvTile
+    down: GemvTile
+    head: GemvTile
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTiles:
+    qkv: LinearTile
+    o: LinearTile
+    gate_up: LinearTile
+    down: LinearTile
+    head: LinearTile
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """How one width runs. `gemv` belongs to the GEMV chain, `linear` to SPLIT_K. `dependent_launch`: kernels are
+    launched as programmatic dependents of the one before (Hopper and later)."""
+
+    chain: Chain
+    attention: AttentionTile
+    gemv: GemvTiles | None = None
+    linear: LinearTiles | None = None
+    dependent_launch: bool = False
+
+    def __post_init__(self) -> None:
+        assert (self.gemv is not None) == (self.chain is Chain.GEMV)
+        assert (self.linear is not None) == (self.chain is Chain.SPLIT_K)
+
+
+def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
+    """The plan of a width. Without `hopper` (compute capability 9.0 or later), or for a shape or dtype that the fast
+    chains do not take, it is the library chain."""
+    attention = _attention(width)
+    small = shape.hidden <= 2048
+    if not hopper or shape.dtype is not torch.bfloat16:
+        return DecodePlan(Chain.LIBRARY, attention)
+    if width <= 2 and (gemv := _gemv(shape, small)) is not None:
+        return DecodePlan(Chain.GEMV, attention, gemv=gemv, dependent_launch=True)
+    if width <= (256 if small else 64) and (linear := _linear(shape, width)) is not None:
+        return DecodePlan(Chain.SPLIT_K, attention, linear=linear, dependent_launch=True)
+    return DecodePlan(Chain.LIBRARY, attention)
+
+
+def _attention(width: int) -> AttentionTile:
+    if width <= 2:
+        return AttentionTile(splits=16, block=32, warps=8, stages=2, reduce=Reduce.KERNEL)
+    if width <= 4:
+        return AttentionTile(splits=4, block=64, warps=4, stages=1)
+    if width <= 8:
+        return AttentionTile(splits=2, block=128, warps=4, stages=1)
+    if width <= 16:
+        return AttentionTile(splits=2, block=64, warps=2, stages=2)
+    if width <= 64:
+        return AttentionTile(splits=1, block=64, warps=2, stages=3)
+    return AttentionTile(splits=1, block=16, warps=1, stages=4)
+
+
+def _gemv(shape: DecodeShape, small: bool) -> GemvTiles | None:
+    if any(k % 1024 for k in (shape.hidden, shape.query_columns, shape.ffn)) or shape.qkv_columns % 8:
+        return None
+    if small:
+        return GemvTiles(
+            qkv=GemvTile(8, 1024, 4, early=True),
+            o=GemvTile(4, 1024, 4),
+            gate_up=GemvTile(4, 1024, 4, early=True),
+            down=GemvTile(4, 1024, 4),
+            head=GemvTile(16, 1024, 4),
+        )
+    depth = 2048 if all(k % 2048 == 0 for k in (shape.hidden, shape.query_columns, shape.ffn)) else 1024
+    return GemvTiles(
+        qkv=GemvTile(4, depth, 8),
+        o=GemvTile(4, depth, 8),
+        gate_up=GemvTile(4, depth, 8),
+        down=GemvTile(4, depth, 8),
+        head=GemvTile(8, depth, 8),
+    )
+
+
+def _linear(shape: DecodeShape, width: int) -> LinearTiles | None:
+    rows = 16 if width <= 16 else 32 if width <= 32 else 64
+    swap = rows < 64
+
+    def split(n: int, k: int) -> LinearTile | None:
+        depth = 128 if swap else 64
+        if n % 64 or k % depth:
+            return None
+        programs, splits = n // 64 * -(-width // rows), 1
+        while programs * splits < (96 if swap else 64) and splits < 8 and k % (2 * splits * depth) == 0:
+            splits *= 2
+        if splits == 1 and programs < 132 and k % (2 * depth) == 0:
+            splits = 2
+        return LinearTile(rows, 64, depth, splits, 4, 4, swap)
+
+    qkv = split(shape.qkv_columns, shape.hidden)
+    o = split(shape.hidden, shape.query_columns)
+    down = split(shape.hidden, shape.ffn)
+    if qkv is None or o is None or down is None or shape.ffn % 64:
+        return None
+    columns = 64 if shape.ffn >= 8192 else 32
+    if not swap:
+        columns = 64 if shape.ffn >= 8192 else 32
+    gate_up = LinearTile(rows, max(columns, 64) if swap else columns, 64, 1, 4, 4, swap)
+    head = LinearTile(rows, 128, 64, 1, 4, 4, swap)
+    return LinearTiles(qkv, o, gate_up, down, head)
