@@ -94,7 +94,7 @@ def measure(engine: OfflineEngine, args: argparse.Namespace, config: EngineConfi
         "workload": args.workload.value,
         "points": [asdict(point) for point in points],
         "program": asdict(engine.info),
-        "config": config.model_dump(),
+        "config": config.model_dump() | {"model": args.model},
         "repeats": args.repeats,
     }
 

@@ -66,7 +66,7 @@ def execute(args: argparse.Namespace) -> int:
             interrupted = True
         seconds = time.perf_counter() - start
     if args.report is not None:
-        figures = report(engine, config, batch.totals, seconds)
+        figures = report(engine, config, args.model, batch.totals, seconds)
         args.report.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     _say(_summary(batch.totals, seconds, interrupted=interrupted))
     if interrupted:
@@ -79,8 +79,8 @@ def most_in_flight(config: EngineConfig) -> int:
     return max(1, min(2 * config.max_num_seqs, config.max_waiting))
 
 
-def report(engine: OfflineEngine, config: EngineConfig, totals: Totals, seconds: float) -> dict[str, Any]:
-    """What the batch took, ready for JSON."""
+def report(engine: OfflineEngine, config: EngineConfig, model: str, totals: Totals, seconds: float) -> dict[str, Any]:
+    """What the batch took, ready for JSON. `model` is the name that the person gave."""
     stats, metrics = engine.engine.stats, engine.engine.metrics
     return {
         "lines": {"completed": totals.completed, "failed": totals.failed},
@@ -99,7 +99,7 @@ def report(engine: OfflineEngine, config: EngineConfig, totals: Totals, seconds:
         "prefix": {"queried_tokens": metrics.num_prefix_queries, "hit_tokens": metrics.num_prefix_hits},
         "peak_owned_cells": engine.peak_owned_cells,
         "program": asdict(engine.info),
-        "config": config.model_dump(),
+        "config": config.model_dump() | {"model": model},
     }
 
 

@@ -322,7 +322,7 @@ def test_each_offline_load_gives_its_points_with_program_and_configuration(words
         figures = bench_command.measure(engine, offline_args("MODEL", *words), config)
     assert len(figures["points"]) == num_points
     assert figures["program"]["vocab_size"] == 1000
-    assert figures["config"]["model"] == "unused"
+    assert figures["config"]["model"] == "MODEL"
     json.dumps(figures)
 
 

@@ -1,0 +1,176 @@
+"""Times captured decode steps in place of a model: random weights, full layers, shuffled cells, greedy.
+
+A step is the row upload (device to device here) plus one graph replay: embedding, all layers, LM head, arg max, and the
+feedback of tokens, lengths and cells. Steps are queued ahead of the device, so host time is not in `step_ms`; `loop_ms`
+is a host loop that uploads, replays and fetches tokens one step behind, as an engine does. The floor is the bytes of
+weights and of keys and values over a measured read rate.
+
+    python -m benchmarks.decode_step --shape llama-8b --widths 1 8 64 --output result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tests.decode_reference import random_weights
+from worker.decode_buffers import DecodeBuffers
+from worker.decode_chain import DecodeChain
+from worker.decode_plan import DecodePlan, plan_decode
+from worker.decode_shape import DecodeShape, DecodeWeights
+from worker.decode_state import DecodeState
+from worker.graphs import DecodeGraphs, Draw
+
+READ_BYTES_PER_S = 4.38e12
+STEPS = 24
+SHAPES = {
+    "llama-8b": DecodeShape(
+        num_layers=32, hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14336, vocab_size=128256,
+        context=8192, norm_eps=1e-5, dtype=torch.bfloat16,
+    ),
+    "qwen3-0.6b": DecodeShape(
+        num_layers=28, hidden=1024, num_heads=16, num_kv_heads=8, head_dim=128, ffn=3072, vocab_size=151936,
+        context=8192, norm_eps=1e-6, dtype=torch.bfloat16, qk_norm=True,
+    ),
+}  # fmt: skip
+
+
+class Bench:
+    """One model's weights, pool and state; times any plan of any width up to `max_width` at one context."""
+
+    def __init__(self, shape: DecodeShape, max_width: int, context: int) -> None:
+        device = torch.device("cuda")
+        self.shape, self.context, self.device = shape, context, device
+        self.weights: DecodeWeights = random_weights(shape, device)
+        self.start = context - STEPS // 2
+        per_row = context + 2 * STEPS
+        num_cells = max(max_width * per_row, 8192)
+        sizes = (num_cells + 1, shape.num_kv_heads, shape.head_dim)
+        self.pool = [
+            (torch.randn(sizes, device=device).to(shape.dtype), torch.randn(sizes, device=device).to(shape.dtype))
+            for _ in range(shape.num_layers)
+        ]
+        self.state = DecodeState(
+            num_slots=max_width, max_rows=max_width, context=shape.context, scratch_cell=num_cells, device=device
+        )
+        shuffled = torch.randperm(num_cells, device=device)[: max_width * per_row].view(max_width, per_row).int()
+        self.state.table[:max_width, :per_row] = shuffled
+        slots = torch.arange(max_width, dtype=torch.int32, device=device)
+        self.rows = [
+            torch.stack([slots, shuffled[:, self.start + step]]) for step in range(STEPS)
+        ]  # step by step: the rows' slots and their new cells
+        self.host_cells = [rows[1].tolist() for rows in self.rows]
+
+    def rewind(self) -> None:
+        self.state.length[:-1] = self.start
+        self.state.last_token.random_(0, self.shape.vocab_size)
+
+    def graphs(self, width: int, plan: DecodePlan) -> DecodeGraphs:
+        buffers = DecodeBuffers(self.shape, width, [plan], self.device)
+        chain = DecodeChain(self.shape, self.weights, self.pool, self.state, buffers)
+        self.rewind()
+        self.state.set_rows([], [])
+        return DecodeGraphs(lambda w, _: chain.run(w, plan), [width], [Draw.GREEDY])
+
+    def step_ms(self, graphs: DecodeGraphs, width: int, rounds: int = 4) -> float:
+        """Median time of one step on the device, with the steps queued ahead of it."""
+        times: list[float] = []
+        for _ in range(rounds):
+            self.rewind()
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(20_000_000)
+            for step in range(STEPS):
+                marks[step].record()
+                self.state.row_slots[:width].copy_(self.rows[step][0, :width])
+                self.state.new_cells[:width].copy_(self.rows[step][1, :width])
+                graphs.replay(width, Draw.GREEDY)
+            marks[STEPS].record()
+            torch.cuda.synchronize()
+            times += [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
+        return statistics.median(times)
+
+    def loop_ms(self, graphs: DecodeGraphs, width: int, rounds: int = 3) -> float:
+        """Wall time of one step of a host loop whose tokens come back one step behind."""
+        slots, times = list(range(width)), []
+        for _ in range(rounds):
+            self.rewind()
+            torch.cuda.synchronize()
+            began, pending = time.perf_counter(), None
+            for step in range(STEPS):
+                self.state.set_rows(slots, self.host_cells[step][:width])
+                graphs.replay(width, Draw.GREEDY)
+                behind, pending = pending, self.state.fetch_tokens(width)
+                if behind is not None:
+                    behind.wait()
+            assert pending is not None
+            pending.wait()
+            times.append((time.perf_counter() - began) / STEPS * 1e3)
+        return statistics.median(times)
+
+    def floor_ms(self, width: int) -> float:
+        s = self.shape
+        per_layer = s.hidden * (s.qkv_columns + s.query_columns + 3 * s.ffn)
+        weights = s.num_layers * per_layer + s.vocab_size * s.hidden
+        cells = width * self.context * s.num_layers * 2 * s.num_kv_heads * s.head_dim
+        return (weights + cells) * 2 / READ_BYTES_PER_S * 1e3
+
+
+def warm_clocks(seconds: float = 1.0) -> None:
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        for _ in range(20):
+            a @ a
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--layers", type=int, help="run fewer layers than the model has")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    rows = []
+    print(f"{'shape':12} {'width':>5} {'chain':>8} {'step ms':>8} {'loop ms':>8} {'floor':>7} {'floor/step':>10}")
+    for name in args.shape or SHAPES:
+        shape = SHAPES[name]
+        if args.layers is not None:
+            shape = replace(shape, num_layers=args.layers)
+        bench = Bench(shape, max(args.widths), args.context)
+        warm_clocks()
+        for width in args.widths:
+            plan = plan_decode(shape, width, hopper=torch.cuda.get_device_capability() >= (9, 0))
+            graphs = bench.graphs(width, plan)
+            step, loop, floor = bench.step_ms(graphs, width), bench.loop_ms(graphs, width), bench.floor_ms(width)
+            chain = plan.chain.value
+            print(
+                f"{name:12} {width:5} {chain:>8} {step:8.3f} {loop:8.3f} {floor:7.3f} {floor / step:10.0%}", flush=True
+            )
+            rows.append(
+                {"shape": name, "width": width, "chain": chain, "context": args.context, "step_ms": round(step, 4),
+                 "loop_ms": round(loop, 4), "floor_ms": round(floor, 4), "plan": repr(plan)}
+            )  # fmt: skip
+        del bench
+    result = {
+        "benchmark": "decode_step",
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "read_bytes_per_s": READ_BYTES_PER_S,
+        "steps": STEPS,
+        "rows": rows,
+    }
+    if args.output is not None:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({**result, "rows": [{k: v for k, v in row.items() if k != "plan"} for row in rows]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""An executor that computes nothing and takes a fixed time for each step: what is left to measure is the plumbing.
+
+Where log probabilities are asked for it gives, in place of one, the time on the monotonic clock of this machine at
+which the step ended, so that a client on the same machine can tell how long the token was on its way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from planner.request import TokenLogprobs
+from planner.step import Chunk, ChunkOutput, Step, StepResult
+from worker.config import EngineConfig
+from worker.executor import ProgramInfo
+
+STEP_S = 0.005
+VOCAB_SIZE = 49_152  # SmolLM2's, whose tokenizer makes text of the tokens
+FIRST_TOKEN, NUM_TOKENS = 300, 64
+
+
+def make(config: EngineConfig) -> SteppingExecutor:
+    """The same call as `worker.program.build_executor`."""
+    return SteppingExecutor(
+        ProgramInfo(
+            name="stepping",
+            architecture="none",
+            vocab_size=VOCAB_SIZE,
+            context=config.max_model_len or 8192,
+            max_prefill_tokens=config.max_prefill_tokens,
+            min_prefill_tokens=config.min_prefill_tokens,
+            widths=config.decode_widths,
+            num_cells=config.max_cells or 2**18,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            dtype="float32",
+            device="cpu",
+            bytes_per_cell=8,
+        )
+    )
+
+
+class SteppingExecutor:
+    """A `worker.executor.Executor`. A step ends `STEP_S` seconds after its launch."""
+
+    max_steps_in_flight = 1
+
+    def __init__(self, info: ProgramInfo) -> None:
+        self.info = info
+        self._launched: deque[tuple[Step, float]] = deque()
+
+    def launch(self, step: Step) -> None:
+        self._launched.append((step, time.perf_counter() + STEP_S))
+
+    def collect(self) -> StepResult:
+        step, ends_at = self._launched.popleft()
+        time.sleep(max(0.0, ends_at - time.perf_counter()))
+        ended_at = time.perf_counter()
+        return StepResult([_output(chunk, ended_at) for chunk in step.chunks])
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _output(chunk: Chunk, ended_at: float) -> ChunkOutput:
+    if not chunk.samples:
+        return ChunkOutput()
+    token = FIRST_TOKEN + (chunk.start + chunk.length) % NUM_TOKENS
+    return ChunkOutput(token, None if chunk.sampling.logprobs is None else TokenLogprobs(token, ended_at))
