@@ -34,22 +34,20 @@ def build(args: dict[str, Any]) -> Application:
 
 def build_application(config: ServiceConfig) -> Application:
     """Bind both deployments. Decides the device where it was left open: CUDA if the cluster has a GPU."""
-    device = decide_device(config, ray.cluster_resources() if ray.is_initialized() else {})
-    config = config.on(device)
+    config = with_device_decided(config)
+    num_gpus = 1 if config.engine.device == "cuda" else 0
     workers = serve.deployment(
-        Worker,
         name="Worker",
         num_replicas=config.num_workers,
-        ray_actor_options={"num_cpus": config.worker_cpus, "num_gpus": 1 if device == "cuda" else 0},
+        ray_actor_options={"num_cpus": config.worker_cpus, "num_gpus": num_gpus},
         max_ongoing_requests=64,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.drain_timeout_s + SHUTDOWN_MARGIN_S,
-        request_router_config=RequestRouterConfig(request_router_class=MembershipRouter),
-    ).bind(config)
+        request_router_config=RequestRouterConfig(request_router_class=MembershipRouter),  # type: ignore[arg-type]
+    )(Worker).bind(config)
     gateways = serve.deployment(
-        Gateway,
         name="Gateway",
         num_replicas=config.num_gateways,
         ray_actor_options={"num_cpus": config.gateway_cpus},
@@ -58,8 +56,14 @@ def build_application(config: ServiceConfig) -> Application:
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.drain_timeout_s + SHUTDOWN_MARGIN_S,
-    )
+    )(Gateway)
     return gateways.bind(config, workers)
+
+
+def with_device_decided(config: ServiceConfig) -> ServiceConfig:
+    """`config` for the cluster that this process is connected to, if any."""
+    resources: dict[str, float] = ray.cluster_resources() if ray.is_initialized() else {}  # type: ignore[no-untyped-call]
+    return config.on(decide_device(config, resources))
 
 
 def decide_device(config: ServiceConfig, resources: Mapping[str, float]) -> Literal["cpu", "cuda"]:

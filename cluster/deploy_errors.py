@@ -11,7 +11,8 @@ RAISED = re.compile(r"^(?:planner\.errors\.)(\w+): (.+)$", re.MULTILINE)
 
 def setup_error_in(text: str) -> SetupError | None:
     """The last setup error that a traceback in `text` ends with, or None: then it may pass by itself."""
-    kinds = {kind.__name__: kind for kind in (SetupError, *SetupError.__subclasses__())}
+    classes: list[type[SetupError]] = [SetupError, *SetupError.__subclasses__()]
+    kinds = {kind.__name__: kind for kind in classes}
     found = [(kinds[name], message) for name, message in RAISED.findall(text) if name in kinds]
     if not found:
         return None

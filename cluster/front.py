@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
-from pathlib import Path
 
 from planner.errors import InvalidConfiguration
 
@@ -36,26 +37,29 @@ def choose_front(wish: Front) -> Front:
     return wish
 
 
-def front_environment(front: Front) -> dict[str, str]:
-    """Variables for the process that starts Ray. Each service gets HAProxy files and ports of its own, so that two on
-    one machine do not meet."""
+@contextmanager
+def front_environment(front: Front) -> Iterator[dict[str, str]]:
+    """Variables for the process that starts Ray, good while the block lasts. Each service gets HAProxy files and ports
+    of its own, so that two on one machine do not meet."""
     if front is Front.PYTHON:
-        return {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
-    folder = Path(tempfile.mkdtemp(prefix="raycomb-haproxy-"))
+        yield {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+        return
     stats_port, metrics_port = free_ports(2)
-    return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HARD_STOP_S),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
-    }
+    # Serve adds 57 characters to the folder's name, and a socket's path may have 97.
+    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HARD_STOP_S),
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        }
 
 
 def free_ports(count: int) -> list[int]:

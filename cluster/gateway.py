@@ -32,7 +32,7 @@ class Gateway:
     process which workers there are.
     """
 
-    async def __init__(self, config: ServiceConfig, workers: DeploymentHandle[Any]) -> None:
+    async def __init__(self, config: ServiceConfig, workers: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         self._config = config
         self._text = await asyncio.to_thread(lambda: load_text(resolve(config.engine.model)))
         replica_tag = serve.get_replica_context().replica_tag

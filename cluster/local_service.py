@@ -5,19 +5,19 @@ With RAY_ADDRESS set it joins that cluster and, at the end, removes the applicat
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
 from ray import serve
-from ray.serve import Application
+from ray.serve import Application, RunTarget
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
-from cluster.app import build_application, decide_device
+from cluster.app import build_application, with_device_decided
 from cluster.ask import ask, is_ready
 from cluster.config import ServiceConfig
 from cluster.deploy_errors import setup_error_in
@@ -38,7 +38,7 @@ def report(line: str) -> None:
 
 
 class LocalService:
-    """One run of `raycomb serve`. Owner: the main thread, which waits; Serve's blocking calls run on other threads."""
+    """One run of `raycomb serve`, on the main thread. It only ever waits in turns, so that a signal is seen at once."""
 
     def __init__(self, config: ServiceConfig, *, host: str, port: int) -> None:
         self._config = config
@@ -59,11 +59,12 @@ class LocalService:
         Raises `SetupError` when the service cannot start; nothing is then left of it.
         """
         check_port(self._host, self._port)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         with self._signals, self._cluster():
             self._signals.install()
             config = self._on_this_machine()
-            with self._application(build_application(config)) as failure:
-                if not self._wait_until_ready(config, failure):
+            with self._application(build_application(config)):
+                if not self._wait_until_ready(config):
                     return 130
                 if question is not None:
                     key = config.http.api_keys[0] if config.http.api_keys else None
@@ -77,7 +78,7 @@ class LocalService:
         """Ray: the cluster of RAY_ADDRESS, or one of our own that ends with us."""
         config = self._config
         if self._joins_cluster:
-            ray.init(log_to_driver=False, logging_level="WARNING")
+            ray.init(log_to_driver=False, logging_level=logging.WARNING)
         else:
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster for this machine alone
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -89,7 +90,7 @@ class LocalService:
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
-                logging_level="WARNING",
+                logging_level=logging.WARNING,
             )
         try:
             yield
@@ -98,43 +99,34 @@ class LocalService:
 
     def _on_this_machine(self) -> ServiceConfig:
         """The service with its device decided and, on the CPUs of a cluster of our own, the cores shared out."""
-        config = self._config.on(decide_device(self._config, ray.cluster_resources()))
+        config = with_device_decided(self._config)
         if self._joins_cluster or config.engine.device != "cpu" or config.engine.num_threads is not None:
             return config
         num_threads = max(1, len(os.sched_getaffinity(0)) // config.num_workers)
         return config.model_copy(update={"engine": config.engine.model_copy(update={"num_threads": num_threads})})
 
     @contextmanager
-    def _application(self, application: Application) -> Iterator[list[BaseException]]:
-        """The application while it is deployed; what deploying it raised appears in the list."""
-        failure: list[BaseException] = []
-
-        def deploy() -> None:
-            try:
-                serve.run(application, name=APP_NAME, route_prefix="/")
-            except BaseException as error:  # noqa: BLE001 - handed to the main thread
-                failure.append(error)
-
-        serve.start(
-            http_options={"host": self._host, "port": self._port},
-            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
-        )
-        thread = threading.Thread(target=deploy, name="deploy", daemon=True)
-        thread.start()
+    def _application(self, application: Application) -> Iterator[None]:
+        """The application while it is deployed. Nothing here waits for it to run."""
         try:
-            yield failure
+            serve.start(
+                http_options={"host": self._host, "port": self._port},
+                logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+            )
+        except (RuntimeError, TimeoutError) as error:  # what a front raised that did not come up
+            raise SetupError(f"the front could not start: {str(error).strip().splitlines()[-1]}") from error
+        target = RunTarget(target=application, name=APP_NAME, route_prefix="/")
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        try:
+            yield
         finally:
             report("shutting down")
-            end = self._remove_application if self._joins_cluster else serve.shutdown
-            ending = threading.Thread(target=end, name="shutdown", daemon=True)
-            ending.start()
-            ending.join(self._config.drain_timeout_s + SHUTDOWN_MARGIN_S)
+            serve.delete(APP_NAME, _blocking=False)
+            deadline = time.monotonic() + self._config.drain_timeout_s + SHUTDOWN_MARGIN_S
+            while APP_NAME in serve.status().applications and time.monotonic() < deadline:
+                time.sleep(POLL_S)
 
-    @staticmethod
-    def _remove_application() -> None:
-        serve.delete(APP_NAME)
-
-    def _wait_until_ready(self, config: ServiceConfig, failure: list[BaseException]) -> bool:
+    def _wait_until_ready(self, config: ServiceConfig) -> bool:
         """Tell of progress until a client would be served; False if a signal came first.
 
         Raises the `SetupError` that keeps workers from starting, as soon as one says so.
@@ -143,26 +135,16 @@ class LocalService:
         report(f"loading {config.engine.model} on {config.engine.device}")
         while not self._signals.wanted.wait(POLL_S):
             overview = serve.status().applications.get(APP_NAME)
-            if overview is not None:
-                self._raise_setup_error(overview, failure)
-                line = _progress(overview, config)
-                if line != last_line:
-                    report(f"{line} ({time.monotonic() - started_at:.0f} s)")
-                    last_line = line
-            if overview is not None and overview.status == "RUNNING" and is_ready(self.url):
+            if overview is None:
+                continue
+            _raise_setup_error(overview)
+            line = _progress(overview, config)
+            if line != last_line:
+                report(f"{line} ({time.monotonic() - started_at:.0f} s)")
+                last_line = line
+            if overview.status == "RUNNING" and is_ready(self.url):
                 return True
-            if failure and overview is None:
-                raise SetupError(f"the application could not be deployed: {failure[0]}") from failure[0]
         return False
-
-    @staticmethod
-    def _raise_setup_error(overview: ApplicationStatusOverview, failure: list[BaseException]) -> None:
-        messages = [overview.message, *(deployment.message for deployment in overview.deployments.values())]
-        for message in messages:
-            if (error := setup_error_in(message)) is not None:
-                raise error
-        if overview.status == "DEPLOY_FAILED" or failure:
-            raise SetupError(f"the application could not be deployed: {' '.join(messages) or failure}")
 
     def _greet(self, config: ServiceConfig) -> None:
         report(f"ready at {self.url} (Ctrl-C ends it)")
@@ -171,8 +153,19 @@ class LocalService:
         print(f"\n  curl {self.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n")
 
 
+def _raise_setup_error(overview: ApplicationStatusOverview) -> None:
+    messages = [overview.message, *(deployment.message for deployment in overview.deployments.values())]
+    for message in messages:
+        if (error := setup_error_in(message)) is not None:
+            raise error
+    if overview.status == "DEPLOY_FAILED":
+        raise SetupError(f"the application could not be deployed: {' '.join(filter(None, messages))}")
+
+
 def _progress(overview: ApplicationStatusOverview, config: ServiceConfig) -> str:
-    wanted = {"Worker": config.num_workers, "Gateway": config.num_gateways}
-    running = {name: each.replica_states.get("RUNNING", 0) for name, each in overview.deployments.items()}
-    parts = [f"{name.lower()}s ready {running.get(name, 0)}/{count}" for name, count in wanted.items()]
+    parts = []
+    for name, wanted in (("Worker", config.num_workers), ("Gateway", config.num_gateways)):
+        states = overview.deployments[name].replica_states if name in overview.deployments else {}
+        running = sum(count for state, count in states.items() if state == "RUNNING")
+        parts.append(f"{name.lower()}s ready {running}/{wanted}")
     return ", ".join(parts)

@@ -53,11 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Serve until a signal comes; the exit code. Raises `SetupError` when it cannot be."""
     plan = make_plan(args)
-    if not os.environ.get("RAY_ADDRESS"):
-        os.environ.update(front_environment(plan.front))
-    from cluster.local_service import LocalService  # imports Ray, which reads the environment at import
+    with front_environment(plan.front) as variables:
+        if not os.environ.get("RAY_ADDRESS"):  # a cluster that runs already has its front already
+            os.environ.update(variables)
+        from cluster.local_service import LocalService  # imports Ray, which reads the environment at import
 
-    return LocalService(plan.service, host=plan.host, port=plan.port).run(plan.ask)
+        return LocalService(plan.service, host=plan.host, port=plan.port).run(plan.ask)
 
 
 def make_plan(args: argparse.Namespace) -> ServePlan:

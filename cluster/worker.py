@@ -33,7 +33,7 @@ class Worker:
     The replica is its identity: a replaced worker is another worker.
     """
 
-    async def __init__(self, config: ServiceConfig) -> None:
+    async def __init__(self, config: ServiceConfig) -> None:  # type: ignore[misc]
         """Load the model and listen. Raises a `SetupError` where the model or the settings do not allow it."""
         started_at = time.monotonic()
         self._config = config
@@ -42,7 +42,7 @@ class Worker:
         settings = config.engine.model_copy(update={"model": str(model)})
         self._engine = make_engine(settings, _end_process, config.executor)
         info = await asyncio.to_thread(self._engine.start)
-        host = config.data_plane_host or ray.util.get_node_ip_address()
+        host = config.data_plane_host or node_address()
         self._server = DataPlaneServer(
             self._engine,
             info,
@@ -84,6 +84,12 @@ class Worker:
             logger.warning("worker ends with %d requests unfinished", self._engine.num_live)
         await asyncio.to_thread(self._engine.stop)
         await self._server.stop(STOP_GRACE_S)
+
+
+def node_address() -> str:
+    """The address of this node, as Ray knows it."""
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
 
 
 def _end_process(error: BaseException) -> None:

@@ -128,9 +128,7 @@ class WorkerStream:
         worker_id = self.member.worker_id
         self._outbox = Outbox()
         async with grpc.aio.insecure_channel(self.member.address, options=STREAM_OPTIONS) as channel:
-            call = pb_grpc.WorkerStub(channel).Attach(  # type: ignore[no-untyped-call]
-                metadata=((SECRET_METADATA, self._secret),)
-            )
+            call = pb_grpc.WorkerStub(channel).Attach(metadata=((SECRET_METADATA, self._secret),))
             tasks = [
                 asyncio.create_task(self._read(call), name=f"read {worker_id}"),
                 asyncio.create_task(self._write(call), name=f"write {worker_id}"),
