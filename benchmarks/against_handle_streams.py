@@ -19,7 +19,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import write_result
+from benchmarks.record import record
 from benchmarks.served import free_port, served
 from benchmarks.stepping_executor import STEP_S
 from cluster.bench_online import Prompt, Server, run_load
@@ -111,6 +111,7 @@ def main() -> int:
     parser.add_argument("--first-tokens", type=int, default=200, help="lone requests for the first token's delay")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side; the median one counts")
     parser.add_argument("--front", choices=("haproxy", "python"), default="haproxy", help="of both sides")
+    parser.add_argument("--trial", action="store_true", help="write no result file")
     args = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     if args.front == "haproxy":
@@ -126,7 +127,7 @@ def main() -> int:
     print(f"{'ratio':>15}: {figures['throughput_ratio']:10.2f}")
     print(f"{'first token':>15}: {figures['first_token_p50_ms']:10.2f} ms p50, {figures['first_token_p99_ms']:.2f} p99")
     config = vars(args) | {"step_s": STEP_S, "model": MODEL, "prompt_tokens": len(PROMPT)}
-    write_result("against_handle_streams", config, figures | {"bars": BARS, "met": met})
+    record("against_handle_streams", config, figures | {"bars": BARS, "met": met}, keep=not args.trial)
     return 0 if all(met.values()) else 1
 
 

@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from worker.decode_buffers import DecodeBuffers
 from worker.decode_chain import DecodeChain
 from worker.decode_plan import DecodePlan, plan_decode
 from worker.decode_shape import DecodeShape, DecodeWeights
-from worker.decode_state import DecodeState
+from worker.decode_state import DecodeState, PendingTokens
 from worker.graphs import DecodeGraphs, Draw
 
 READ_BYTES_PER_S = 4.38e12
@@ -84,7 +85,7 @@ class Bench:
         for _ in range(rounds):
             self.rewind()
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]  # type: ignore[no-untyped-call]
-            torch.cuda._sleep(20_000_000)
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
             for step in range(STEPS):
                 marks[step].record()
                 self.state.row_slots[:width].copy_(self.rows[step][0, :width])
@@ -92,7 +93,7 @@ class Bench:
                 graphs.replay(width, Draw.GREEDY)
             marks[STEPS].record()
             torch.cuda.synchronize()
-            times += [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
+            times += [before.elapsed_time(after) for before, after in pairwise(marks)]
         return statistics.median(times)
 
     def loop_ms(self, graphs: DecodeGraphs, width: int, rounds: int = 3) -> float:
@@ -101,7 +102,8 @@ class Bench:
         for _ in range(rounds):
             self.rewind()
             torch.cuda.synchronize()
-            began, pending = time.perf_counter(), None
+            began = time.perf_counter()
+            pending: PendingTokens | None = None
             for step in range(STEPS):
                 self.state.set_rows(slots, self.host_cells[step][:width])
                 graphs.replay(width, Draw.GREEDY)

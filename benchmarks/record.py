@@ -15,8 +15,9 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("raycomb", "ray", "torch", "numpy", "numba", "grpcio", "starlette", "uvicorn", "transformers", "vllm")
 
 
-def write_result(name: str, config: Mapping[str, Any], figures: Mapping[str, Any]) -> Path:
-    """Write `results/DATE-NAME.json` and print the whole of it as the last line. A second run of a day replaces it."""
+def record(name: str, config: Mapping[str, Any], figures: Mapping[str, Any], *, keep: bool) -> None:
+    """Print the result as the last line; with `keep`, write `results/DATE-NAME.json` too, over an earlier one of the
+    same day."""
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     result = {
         "benchmark": name,
@@ -26,11 +27,10 @@ def write_result(name: str, config: Mapping[str, Any], figures: Mapping[str, Any
         "hardware": {"processor": _processor(), "cores": os.cpu_count(), "memory_bytes": _memory_bytes()},
         "versions": {"python": platform.python_version(), **_versions()},
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{today}-{name}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if keep:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{today}-{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result), flush=True)
-    return path
 
 
 def _versions() -> dict[str, str]:
