@@ -90,8 +90,9 @@ def test_the_sequences_of_one_request_all_end(depth: int) -> None:
             assert bench.heard.tokens[1, index] == expected_tokens(request, index)
 
 
-def test_the_first_token_goes_out_before_the_second_is_made() -> None:
-    with running(holding()) as bench:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_first_token_goes_out_before_the_second_is_made(depth: int) -> None:
+    with running(holding(depth)) as bench:
         bench.client.submit(1, fake_request(max_tokens=5))
         bench.executor.release(1)
         bench.heard.wait(lambda: len(bench.heard.tokens.get((1, 0), ())) == 1)

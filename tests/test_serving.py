@@ -352,6 +352,21 @@ async def test_stopping_sends_the_last_news_before_the_stream_ends() -> None:
         assert gateway.snapshot.owned_cells == 0
 
 
+async def test_a_gateway_that_never_reads_cannot_hold_up_the_end() -> None:
+    request = fake_request(range(1, 4), 200, sampling=SamplingParams(logprobs=20))
+    async with serving() as worker, attached(worker.address, options=(("grpc.http2.bdp_probe", 0),)) as gateway:
+        watcher = Recorder()
+        worker.engine.connect(watcher)
+        for key in range(16):
+            await gateway.submit(key, request)
+        await asyncio.to_thread(watcher.wait, lambda: watcher.snapshot.step >= 200)
+        await asyncio.to_thread(watcher.wait_quiet)
+        assert not await worker.server.drain(timeout_s=0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            await worker.server.stop(grace_s=0.05)
+        assert worker.engine.num_live == 0
+
+
 async def test_a_port_that_is_taken_is_an_error() -> None:
     async with serving() as worker:
         port = int(worker.address.rpartition(":")[2])

@@ -180,8 +180,9 @@ class Engine:
 
 
 class _Loop:
-    """What the engine thread does. Owner of planner, executor and books; lives on that thread, except that `info`,
-    `stats` and `snapshot` (immutable values, replaced whole) may be read anywhere."""
+    """What the engine thread does. Owner of planner, executor and books; lives on that thread. What may be read
+    anywhere: `info`, `stats` and `snapshot` (immutable values, replaced whole), and `metrics` (counters that only
+    grow)."""
 
     def __init__(self, executor: Executor, limits: Limits, inbox: Inbox[Client], *, check_cells: bool) -> None:
         if limits.max_steps_in_flight > executor.max_steps_in_flight:
@@ -233,10 +234,7 @@ class _Loop:
         for client in mail.connects:
             self._desk.connect(client)
         for submit in mail.submits:
-            if mail.stopping:
-                self._desk.refuse(submit.client, submit.key, Unavailable("the worker has stopped"))
-            else:
-                self._submit(submit.client, submit.key, submit.request)
+            self._submit(submit.client, submit.key, submit.request)
         for (client, key), indices in mail.cancels.items():
             request_id = self._desk.request_id(client, key)
             if request_id is not None:
