@@ -21,7 +21,6 @@ from cluster.app import build_application, with_device_decided
 from cluster.ask import ask, is_ready
 from cluster.config import ServiceConfig
 from cluster.deploy_errors import setup_error_in
-from cluster.front import check_port
 from cluster.stop_signals import StopSignals
 from planner.errors import SetupError
 
@@ -58,7 +57,6 @@ class LocalService:
 
         Raises `SetupError` when the service cannot start; nothing is then left of it.
         """
-        check_port(self._host, self._port)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         with self._signals, self._cluster():
             self._signals.install()

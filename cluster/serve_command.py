@@ -10,7 +10,8 @@ from pathlib import Path
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig, service_config
 from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
-from cluster.front import Front, choose_front, front_environment
+from cluster.front import Front, check_port, choose_front, front_environment
+from cluster.text import load_text
 from planner.errors import InvalidConfiguration
 
 
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-workers", type=int, default=1, help="replicas of the model (default: 1)")
     parser.add_argument("--num-gateways", type=int, default=1, help="processes that speak HTTP (default: 1)")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: 8000)")
     parser.add_argument(
         "--front",
         type=Front,
@@ -41,8 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Front.AUTO,
         help="what listens there: HAProxy, or Serve's own proxy in Python (default: HAProxy where it exists)",
     )
-    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that clients use")
-    parser.add_argument("--api-key", nargs="+", metavar="KEY", help="keys of which clients must show one")
+    parser.add_argument(
+        "--served-model-name", action="append", metavar="NAME", help="a name that clients use; may be repeated"
+    )
+    parser.add_argument(
+        "--api-key", action="append", metavar="KEY", help="a key that opens the service; may be repeated"
+    )
     parser.add_argument("--data-plane-host", metavar="ADDRESS", help="where workers listen for gateways")
     parser.add_argument("--drain-timeout-s", type=float, help="how long what runs may go on at an orderly end")
     parser.add_argument("--executor", help=argparse.SUPPRESS)
@@ -66,7 +71,9 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     if args.model is None:
         raise InvalidConfiguration("which model? give its name after `serve`, or `model:` in --config", param="model")
     engine = engine_config(args.model, given_engine_settings(args))
+    check_port(args.host, args.port)
     path = resolve(args.model, report)
+    load_text(path)  # what a gateway would refuse is refused here; weights and architecture are the worker's to check
     names = args.served_model_name or [Path(args.model.rstrip("/")).name.removesuffix(".gguf")]
     settings = {
         "engine": engine.model_copy(update={"model": str(path)}),
@@ -78,6 +85,13 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         if (value := getattr(args, name)) is not None:
             settings[name] = value
     return ServePlan(service_config(settings), args.host, args.port, choose_front(args.front), args.ask)
+
+
+def port_number(text: str) -> int:
+    """A port that can be listened on, for argparse."""
+    if not 1 <= int(text) <= 65_535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port: ports are 1 to 65535")
+    return int(text)
 
 
 def report(line: str) -> None:

@@ -32,17 +32,14 @@ def merged_tokens(
     unknown = sorted(name for name in from_file if name not in settings)
     if unknown:
         raise InvalidConfiguration(f"{config_path.config}: unknown setting {unknown[0]!r}", param=unknown[0])
+    given, _ = parser.parse_known_args(list(tokens))
     merged: list[str] = []
-    positional: dict[str, str] = {}
-    for values in (from_file, _from_environment(settings, environment)):
-        for name, value in values.items():
-            if settings[name].option_strings:
-                merged += _as_flag(settings[name], name, value)
-            else:
-                positional[name] = str(value)
-    given, _ = parser.parse_known_args([*merged, *tokens])
-    missing = [value for name, value in positional.items() if getattr(given, name) is None]
-    return [*missing, *merged, *tokens]
+    for name, value in (from_file | _from_environment(settings, environment)).items():
+        if not settings[name].option_strings:
+            merged += [str(value)] if getattr(given, name) is None else []
+        elif not (_repeats(settings[name]) and getattr(given, name)):  # a list is replaced as a whole
+            merged += _as_flags(settings[name], name, value)
+    return [*merged, *tokens]
 
 
 def _names(action: argparse.Action) -> list[str]:
@@ -74,13 +71,16 @@ def _from_environment(settings: Mapping[str, argparse.Action], environment: Mapp
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _as_flag(action: argparse.Action, name: str, value: Any) -> list[str]:
+def _as_flags(action: argparse.Action, name: str, value: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(action, argparse.BooleanOptionalAction):
         truth = str(value).lower()
         if truth not in ("true", "false", "1", "0"):
             raise InvalidConfiguration(f"{name} must be true or false, not {value!r}", param=name)
         return [flag if truth in ("true", "1") else f"--no-{name.replace('_', '-')}"]
-    if action.nargs == "+":
-        return [flag, *map(str, value if isinstance(value, list) else [value])]
-    return [f"{flag}={value}"]
+    return [f"{flag}={item}" for item in (value if isinstance(value, list) else [value])]
+
+
+def _repeats(action: argparse.Action) -> bool:
+    """Whether each further flag adds to the setting instead of replacing it."""
+    return isinstance(action, argparse._AppendAction)

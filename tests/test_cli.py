@@ -1,0 +1,213 @@
+"""The command line: where settings come from, what is refused, and with what exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.cli import main, serve_parser
+from cluster.config import ServiceConfig, load_executor_factory, service_config
+from cluster.deploy_errors import setup_error_in
+from cluster.front import Front, check_port, choose_front, free_ports, front_environment
+from cluster.settings_sources import merged_tokens
+from cluster.stop_signals import StopSignals
+from planner.errors import InvalidCheckpoint, InvalidConfiguration, SetupError
+
+ROOT = Path(__file__).parent.parent
+
+
+def settings(tokens: list[str], environment: dict[str, str] | None = None) -> dict[str, object]:
+    parser = serve_parser()
+    return vars(parser.parse_args(merged_tokens(parser, tokens, environment or {})))
+
+
+def config_file(folder: Path, text: str) -> str:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flag_beats_environment_beats_yaml_beats_default(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "num-workers: 2\nport: 1002\nmax_cells: 102\nhost: yaml\n")
+    environment = {"RAYCOMB_PORT": "1003", "RAYCOMB_MAX_CELLS": "103", "RAYCOMB_CACHE": "/elsewhere"}
+    got = settings(["m", "--max-cells", "104", "--config", file], environment)
+    assert (got["num_gateways"], got["num_workers"], got["port"], got["max_cells"]) == (1, 2, 1003, 104)
+    assert (got["model"], got["host"]) == ("m", "yaml")
+
+
+def test_the_model_may_stand_in_the_file_and_the_command_line_replaces_it(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "model: a\n")
+    assert settings(["--config", file])["model"] == "a"
+    assert settings(["b", "--config", file])["model"] == "b"
+    assert settings(["--config", file], {"RAYCOMB_MODEL": "c"})["model"] == "c"
+
+
+def test_lists_and_switches_come_from_yaml_too(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "api_key: [k1, k2]\nprefix_caching: false\nserved-model-name: one\n")
+    got = settings(["m", "--config", file])
+    assert (got["api_key"], got["prefix_caching"], got["served_model_name"]) == (["k1", "k2"], False, ["one"])
+    assert settings(["m", "--config", file, "--api-key", "k3", "--prefix-caching"])["api_key"] == ["k3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("max_cell: 5\n", "unknown setting 'max_cell'"),
+        ("prefix_caching: perhaps\n", "prefix_caching must be true or false"),
+        ("- a\n- b\n", "must hold settings by name"),
+        ("a: [\n", "is not YAML"),
+        ("config: other.yaml\n", "unknown setting 'config'"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=reason):
+        settings(["m", "--config", config_file(tmp_path, text)])
+
+
+def test_an_empty_file_is_no_settings_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
+    assert settings(["m", "--config", config_file(tmp_path, "")])["num_workers"] == 1
+    with pytest.raises(InvalidConfiguration, match="cannot be read"):
+        settings(["m", "--config", str(tmp_path / "none.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (["serve"], "which model"),
+        (["serve", "no-such-model"], "there is no model 'no-such-model'"),
+        (["serve", "m", "--max-cells", "0"], "--max-cells 0"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_exit_code_2(
+    tokens: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*tokens, "--port", str(free_ports(1)[0])]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("raycomb: error: ")
+    assert error.count("\n") == 1
+    assert reason in error
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["serve", str(tmp_path), "--port", str(free_ports(1)[0])]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokens", [["serve", "m", "--no-such-flag"], ["serve", "m", "--port", "0"], ["fly"], []])
+def test_a_malformed_command_line_is_exit_code_2(tokens: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(tokens)
+    assert end.value.code == 2
+    assert "usage: raycomb" in capsys.readouterr().err
+
+
+def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--help"])
+    assert end.value.code == 0
+    told = capsys.readouterr().out
+    for flag in ("--num-workers", "--num-gateways", "--max-cells", "--front", "--config", "--api-key", "--ask"):
+        assert flag in told
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def test_a_taken_port_is_refused_before_anything_starts(taken_port: int) -> None:
+    with pytest.raises(InvalidConfiguration, match=f"cannot listen on 127.0.0.1:{taken_port}: Address already in use"):
+        check_port("127.0.0.1", taken_port)
+    check_port("127.0.0.1", free_ports(1)[0])
+
+
+def test_the_front_that_is_asked_for_is_the_one_that_is_set_up() -> None:
+    with front_environment(choose_front(Front.PYTHON)) as variables:
+        assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
+    with front_environment(Front.HAPROXY) as variables:
+        folder = Path(variables["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
+        assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == variables["RAY_SERVE_ENABLE_DIRECT_INGRESS"] == "1"
+        assert folder.is_dir()
+    assert not folder.exists()
+
+
+def test_two_fronts_on_one_machine_share_no_file_and_no_port() -> None:
+    with front_environment(Front.HAPROXY) as one, front_environment(Front.HAPROXY) as other:
+        shared = {name for name in one if one[name] == other[name]}
+    assert not [name for name in shared if any(word in name for word in ("PORT", "SOCKET", "STATE", "LOC"))]
+
+
+def test_the_first_signal_asks_for_an_end_and_the_second_insists() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.wanted.wait(1)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_setup_error_is_found_in_what_serve_tells() -> None:
+    told = (
+        "The deployment failed to start 1 times in a row.\n"
+        "ray::ServeReplica:raycomb:Worker.initialize() (pid=1)\n"
+        '  File "worker.py", line 1, in __init__\n'
+        "planner.errors.InvalidCheckpoint: m.gguf is not whole\n"
+    )
+    error = setup_error_in(told)
+    assert isinstance(error, InvalidCheckpoint)
+    assert error.message == "m.gguf is not whole"
+    assert setup_error_in("planner.errors.WorkerLost: gone\nValueError: x") is None
+    assert isinstance(setup_error_in("planner.errors.SetupError: x"), SetupError)
+
+
+def test_the_application_is_refused_a_setting_that_it_does_not_know() -> None:
+    with pytest.raises(InvalidConfiguration, match=r"engine\.max_cell: unknown setting"):
+        service_config({"engine": {"model": "m", "max_cell": 1}})
+    with pytest.raises(InvalidConfiguration, match="num_workers: "):
+        service_config({"engine": {"model": "m"}, "num_workers": 0})
+
+
+def test_the_deployed_yaml_is_a_valid_service() -> None:
+    content = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text())
+    (application,) = content["applications"]
+    config = service_config(application["args"])
+    assert application["import_path"] == "cluster.app:build"
+    assert config.model_name == "smollm2-135m"
+
+
+def test_each_service_makes_a_secret_of_its_own_and_does_not_show_it() -> None:
+    one, other = (service_config({"engine": {"model": "m"}}) for _ in range(2))
+    assert one.secret != other.secret
+    assert len(one.secret.get_secret_value()) == 64
+    assert one.secret.get_secret_value() not in repr(one)
+
+
+@pytest.mark.parametrize("model", ["/models/Tiny-1B/", "owner/Tiny-1B", "Tiny-1B.gguf"])
+def test_a_service_answers_with_the_last_part_of_its_models_name(model: str) -> None:
+    assert service_config({"engine": {"model": model}}).model_name == "Tiny-1B"
+
+
+@pytest.mark.parametrize("path", ["no.such:thing", "cluster.config:nothing", "cluster.config:BUILD_EXECUTOR"])
+def test_an_executor_that_cannot_be_imported_is_refused(path: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=f"executor {path}"):
+        load_executor_factory(path)
+
+
+def test_a_service_is_not_changed_by_deciding_its_device() -> None:
+    config = ServiceConfig.model_validate({"engine": {"model": "m"}})
+    assert config.on("cpu").engine.device == "cpu"
+    assert config.engine.device == "auto"
+    assert config.on("cpu").secret == config.secret
