@@ -6,6 +6,7 @@ Nothing here shares code with what it judges: one row at a time, a dense softmax
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -68,7 +69,8 @@ def reference_step(shape: DecodeShape, weights: DecodeWeights, token: int, histo
         qkv = layer.qkv.float() @ _normed(x, layer.input_norm, shape.norm_eps)
         if layer.qkv_bias is not None:
             qkv = qkv + layer.qkv_bias.float()
-        q, k, v = qkv.view(-1, shape.head_dim).split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads])
+        heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+        q, k, v = torch.split(qkv.view(-1, shape.head_dim), heads)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = _normed(q, layer.q_norm, shape.norm_eps), _normed(k, layer.k_norm, shape.norm_eps)
         q, k = _rotated(q, weights, position), _rotated(k, weights, position)
@@ -80,7 +82,7 @@ def reference_step(shape: DecodeShape, weights: DecodeWeights, token: int, histo
         scores = torch.einsum("hd,phd->hp", q, keys) * shape.head_dim**-0.5
         attended = torch.einsum("hp,phd->hd", scores.softmax(-1), values).reshape(-1)
         x = x + layer.o.float() @ attended
-        gate, up = (layer.gate_up.float() @ _normed(x, layer.post_norm, shape.norm_eps)).split(shape.ffn)
+        gate, up = torch.split(layer.gate_up.float() @ _normed(x, layer.post_norm, shape.norm_eps), shape.ffn)
         x = x + layer.down.float() @ (torch.nn.functional.silu(gate) * up)
     return weights.head.float() @ _normed(x, weights.final_norm, shape.norm_eps)
 
@@ -89,7 +91,10 @@ def in_float32(weights: DecodeWeights) -> DecodeWeights:
     """The same values as float32 tensors, so that many reference steps convert them once."""
 
     def layer(w: LayerWeights) -> LayerWeights:
-        return LayerWeights(**{n: _float(getattr(w, n)) for n in LayerWeights.__slots__})
+        made: dict[str, Any] = {
+            name: None if getattr(w, name) is None else getattr(w, name).float() for name in LayerWeights.__slots__
+        }
+        return LayerWeights(**made)
 
     return replace(
         weights,
@@ -98,10 +103,6 @@ def in_float32(weights: DecodeWeights) -> DecodeWeights:
         final_norm=weights.final_norm.float(),
         head=weights.head.float(),
     )
-
-
-def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.float()
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -129,49 +129,41 @@ def _attention(width: int) -> AttentionTile:
 
 
 def _gemv(shape: DecodeShape, small: bool) -> GemvTiles | None:
-    if any(k % 1024 for k in (shape.hidden, shape.query_columns, shape.ffn)) or shape.qkv_columns % 8:
+    deepest, warps = (1024, 4) if small else (2048, 8)
+
+    def tile(n: int, k: int, columns: int, *, early: bool = False) -> GemvTile | None:
+        depth = min(deepest, k & -k)  # the largest power of two that divides K
+        return GemvTile(columns, depth, warps, early) if depth >= 64 and n % columns == 0 else None
+
+    qkv = tile(shape.qkv_columns, shape.hidden, 8 if small else 4, early=small)
+    o = tile(shape.hidden, shape.query_columns, 4)
+    gate_up = tile(shape.ffn, shape.hidden, 4, early=small)
+    down = tile(shape.hidden, shape.ffn, 4)
+    head = tile(0, shape.hidden, 16 if small else 8)
+    if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
-    if small:
-        return GemvTiles(
-            qkv=GemvTile(8, 1024, 4, early=True),
-            o=GemvTile(4, 1024, 4),
-            gate_up=GemvTile(4, 1024, 4, early=True),
-            down=GemvTile(4, 1024, 4),
-            head=GemvTile(16, 1024, 4),
-        )
-    depth = 2048 if all(k % 2048 == 0 for k in (shape.hidden, shape.query_columns, shape.ffn)) else 1024
-    return GemvTiles(
-        qkv=GemvTile(4, depth, 8),
-        o=GemvTile(4, depth, 8),
-        gate_up=GemvTile(4, depth, 8),
-        down=GemvTile(4, depth, 8),
-        head=GemvTile(8, depth, 8),
-    )
+    return GemvTiles(qkv, o, gate_up, down, head)
 
 
 def _linear(shape: DecodeShape, width: int) -> LinearTiles | None:
     rows = 16 if width <= 16 else 32 if width <= 32 else 64
     swap = rows < 64
+    deepest = 128 if swap else 64
 
-    def split(n: int, k: int) -> LinearTile | None:
-        depth = 128 if swap else 64
-        if n % 64 or k % depth:
+    def tile(n: int, k: int, columns: int, *, cut: bool) -> LinearTile | None:
+        depth = min(deepest, k & -k)
+        if n % columns or depth < 32:
             return None
-        programs, splits = n // 64 * -(-width // rows), 1
-        while programs * splits < (96 if swap else 64) and splits < 8 and k % (2 * splits * depth) == 0:
+        programs, splits = n // columns * -(-width // rows), 1
+        while cut and programs * splits < (128 if swap else 96) and splits < 8 and k % (2 * splits * depth) == 0:
             splits *= 2
-        if splits == 1 and programs < 132 and k % (2 * depth) == 0:
-            splits = 2
-        return LinearTile(rows, 64, depth, splits, 4, 4, swap)
+        return LinearTile(rows, columns, depth, splits, 4, 4, swap)
 
-    qkv = split(shape.qkv_columns, shape.hidden)
-    o = split(shape.hidden, shape.query_columns)
-    down = split(shape.hidden, shape.ffn)
-    if qkv is None or o is None or down is None or shape.ffn % 64:
+    qkv = tile(shape.qkv_columns, shape.hidden, 64, cut=True)
+    o = tile(shape.hidden, shape.query_columns, 64, cut=True)
+    gate_up = tile(shape.ffn, shape.hidden, 64 if swap or shape.ffn >= 8192 else 32, cut=False)
+    down = tile(shape.hidden, shape.ffn, 64, cut=True)
+    head = tile(0, shape.hidden, 128, cut=False)
+    if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
-    columns = 64 if shape.ffn >= 8192 else 32
-    if not swap:
-        columns = 64 if shape.ffn >= 8192 else 32
-    gate_up = LinearTile(rows, max(columns, 64) if swap else columns, 64, 1, 4, 4, swap)
-    head = LinearTile(rows, 128, 64, 1, 4, 4, swap)
     return LinearTiles(qkv, o, gate_up, down, head)

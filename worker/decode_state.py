@@ -20,6 +20,8 @@ import torch
 from planner.request import CellArray, SamplingParams
 
 RING = 4
+# Every row table starts at a multiple of 128 bytes, so that one compiled kernel serves any number of rows.
+_ALIGNED_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +62,22 @@ class DecodeState:
         slots = num_slots + 1
         self.num_slots, self.max_rows, self.context, self.scratch_cell = num_slots, max_rows, context, scratch_cell
         self.device = device
-        self._rows = zeros(2, max_rows)
-        self.row_slots, self.new_cells = self._rows[0], self._rows[1]
+        padded = -(-max_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
+        self._rows = zeros(2, padded)
+        self.row_slots, self.new_cells = self._rows[0, :max_rows], self._rows[1, :max_rows]
         # Until the first `set_rows` all rows are padding, so that a step may run at once (to be captured, say).
         self.row_slots.fill_(num_slots)
         self.new_cells.fill_(scratch_cell)
-        self._outputs = zeros(2, max_rows)
-        self.out_tokens, self.bad_rows = self._outputs[0], self._outputs[1]
+        self._outputs = zeros(2, padded)
+        self.out_tokens, self.bad_rows = self._outputs[0, :max_rows], self._outputs[1, :max_rows]
         self.last_token, self.length, self.top_k = zeros(slots), zeros(slots), zeros(slots)
         self.table = zeros(slots, context)
         self.temperature = zeros(slots, dtype=torch.float32)
         self.top_p = torch.ones(slots, dtype=torch.float32, device=device)
         self.min_p = zeros(slots, dtype=torch.float32)
         self.seed = zeros(slots, dtype=torch.int64)
-        self._rows_staging = StagingRing((2, max_rows), torch.int32, device)
-        self._tokens_staging = StagingRing((2, max_rows), torch.int32, device)
+        self._rows_staging = StagingRing((2, padded), torch.int32, device)
+        self._tokens_staging = StagingRing((2, padded), torch.int32, device)
 
     @property
     def scratch_slot(self) -> int:
