@@ -36,7 +36,7 @@ class TokenBytes:
         self.special: frozenset[int] = frozenset(index for index, token in added.items() if token.special)
         self._shown: tuple[bytes, ...] = tuple(b"" if i in self.special else b for i, b in enumerate(table))
         self._longest = max(map(len, table), default=1)
-        self._keeps_bytes = _keeps_bytes(tokenizer)
+        self._lost = _lost_bytes(tokenizer, vocabulary)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -46,7 +46,9 @@ class TokenBytes:
 
         Zero where the tokenizer may drop or join characters before it looks for tokens.
         """
-        return -(-len(text.encode()) // self._longest) if self._keeps_bytes else 0
+        if self._lost is None:
+            return 0
+        return -(-len(text.encode().translate(None, self._lost)) // self._longest)
 
     def of(self, token: int) -> bytes:
         """Bytes of the token, special ones included."""
@@ -115,11 +117,16 @@ def _token_decoder(tokenizer: Tokenizer) -> tuple[Any, bool]:
     raise UnsupportedModel(f"tokenizer decoder of kind {sorted(kinds) or None} is not byte-level or sentencepiece")
 
 
-def _keeps_bytes(tokenizer: Tokenizer) -> bool:
-    """Whether the tokens of a text always hold all its bytes."""
+def _lost_bytes(tokenizer: Tokenizer, vocabulary: Mapping[str, int]) -> bytes | None:
+    """The bytes that encoding drops because the vocabulary has no token for them; every other one is in some token.
+
+    None where no such thing can be said of the tokenizer.
+    """
     strips = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
     byte_level = {part["type"] for part in _decoder_parts(tokenizer)} == {"ByteLevel"}
-    return byte_level and tokenizer.normalizer is None and not strips
+    if strips or not byte_level or tokenizer.normalizer is not None:
+        return None
+    return bytes(byte for letter, byte in _ALPHABET.items() if letter not in vocabulary)
 
 
 def _decoder_parts(tokenizer: Tokenizer) -> list[dict[str, Any]]:

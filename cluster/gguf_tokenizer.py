@@ -20,11 +20,12 @@ _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
 
 _CONTRACTIONS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORD: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_MARK: Final = r"[^\r\n\p{L}\p{N}]?"
+_WORD: Final = rf"{_MARK}\p{{L}}+"
 _MARKS_AND_SPACE: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED_WORD: Final = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+_CASED_WORD: Final = f"{_MARK}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_MARK}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,10 @@ def gguf_tokenizer(metadata: Mapping[str, Value]) -> Tokenizer:
             f"pre-tokenizer {name!r} is not one of: {', '.join(sorted(_SPLITS))}", param="tokenizer.ggml.pre"
         )
     tokens = gguf_list(metadata, "tokenizer.ggml.tokens")
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={str(token): index for index, token in enumerate(tokens)},
-            merges=[_merge(str(merge)) for merge in gguf_list(metadata, "tokenizer.ggml.merges")],
-            ignore_merges=split.whole_words,
-        )
+    tokenizer = _byte_pairs(
+        {str(token): index for index, token in enumerate(tokens)},
+        [_merge(str(merge)) for merge in gguf_list(metadata, "tokenizer.ggml.merges")],
+        split,
     )
     if split.compose:
         tokenizer.normalizer = normalizers.NFC()
@@ -111,6 +110,13 @@ def gguf_token(metadata: Mapping[str, Value], role: str, num_tokens: int) -> int
     if not isinstance(token, int) or not 0 <= token < num_tokens:
         raise InvalidCheckpoint(f"{key} is {token!r}, outside the vocabulary of {num_tokens}", param=key)
     return token
+
+
+def _byte_pairs(vocabulary: dict[str, int], merges: list[tuple[str, str]], split: _Split) -> Tokenizer:
+    try:
+        return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.whole_words))
+    except Exception as error:  # the library raises nothing narrower for merges that the vocabulary lacks
+        raise InvalidCheckpoint(f"vocabulary and merges do not fit: {error}", param="tokenizer.ggml.merges") from error
 
 
 def _merge(line: str) -> tuple[str, str]:
