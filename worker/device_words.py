@@ -1,3 +1,4 @@
+# mypy: allow-untyped-calls, disable-error-code="attr-defined, import-untyped"
 """What numba.cuda kernels here need beyond numba: views of raw memory, 16-byte words, torch's stream.
 
 Each differs between a GPU and numba's simulator (NUMBA_ENABLE_CUDASIM=1, set before numba is imported), where kernels
@@ -27,7 +28,13 @@ _INT32 = ir.IntType(32)
 
 def memory_view(address: int, length: int, dtype: np.dtype[Any]) -> Any:
     """A flat array of `length` elements over raw memory, for kernels. It does not keep the memory."""
-    interface = {"data": (address, False), "shape": (length,), "typestr": dtype.str, "strides": None, "version": 3}
+    interface: dict[str, object] = {
+        "data": (address, False),
+        "shape": (length,),
+        "typestr": dtype.str,
+        "strides": None,
+        "version": 3,
+    }
     if not SIMULATED:
         return cuda.as_cuda_array(_DeviceMemory(interface), sync=False)
     # The simulator would copy a plain array at every launch, and back.

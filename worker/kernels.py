@@ -1,3 +1,4 @@
+# mypy: allow-untyped-calls, disable-error-code="attr-defined"
 """Moves cells of all layers at once: within the pool, out to a packed buffer, and back from one.
 
 numba.cuda kernels on torch's current stream, so a captured CUDA graph may hold them. They move words and know no
@@ -92,7 +93,7 @@ class CellCopier:
         assert cells.device == self.device
         assert cells.is_contiguous()
         if cells.device.type == "cpu" and len(cells):
-            assert 0 <= int(cells.min())
+            assert int(cells.min()) >= 0
             assert int(cells.max()) < self.num_cells
         return tensor_view(cells)
 
@@ -103,7 +104,9 @@ class CellCopier:
         lanes = min(32, 1 << math.ceil(math.log2(max(1, self._row_words / 4))))
         rows = _THREADS // lanes if not SIMULATED else 2
         grid = (math.ceil(num_cells / rows), self.num_planes)
-        kernel[grid, (lanes, rows), current_stream()](self._pool, self._starts, first, second, num_cells, self._row_words)
+        kernel[grid, (lanes, rows), current_stream()](
+            self._pool, self._starts, first, second, num_cells, self._row_words
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code="no-any-return"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: N803
 """Triton kernels of `worker.gpu_sampler`, which says what they compute; here is how.
 
 A row of logits is cut into groups of 64 tokens; 64 groups are a chunk. `scan` (a program a chunk) writes each group's
@@ -129,7 +130,7 @@ def _draw_filtered(row_logits, max_g, groups, mass, coin, top_k, top_p, min_p, c
     A threshold is the smallest key with at most `limit` strictly above it: a count of k - 1 for top-k, a share p of the
     mass for top-p. Of the tokens at the threshold itself the lowest `num_tied` are kept.
     """
-    logits, listed, largest, scale, vocab_size = row_logits
+    _, listed, largest, scale, vocab_size = row_logits
     has_k = top_k < vocab_size
     top = key_of(largest, KEY_SHIFT)
     start = _floor_key(largest + tl.log(min_p) * (LOG2_E / scale), KEY_SHIFT)

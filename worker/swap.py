@@ -1,3 +1,4 @@
+# mypy: allow-untyped-calls
 """Takes cells to pinned host memory and back, behind the kernels that run meanwhile.
 
 A piece is gathered into one of two device buffers on the current stream and copied over the bus on a stream of its

@@ -1,0 +1,79 @@
+"""What a GPU prefill forward reads besides weights, activations and cells: one small table of integers, copied once.
+
+Made on the host for each forward, used by every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from worker.attention import Span
+
+# Rows (a token's query heads of one group count as rows) of a tile. Short chunks take tiles of the least that a
+# matrix instruction takes.
+LONG_ROWS = 128
+SHORT_ROWS = 16
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """The chunks of one forward, on the device; C chunks, T tokens, all int32.
+
+    * `chunks` [C, 4]: first packed row, length, start position, first entry in `cells`.
+    * `cells`: the chunks' cell lists end to end, from position 0 on.
+    * `positions` [T] and `new_cells` [T]: of each packed token.
+    * `long_tiles`, `short_tiles` [n, 2]: chunk, first row in it. Tiles that attend most come first, so that the last
+      programs to start are short ones.
+    """
+
+    num_tokens: int
+    shared_heads: int
+    chunks: Tensor
+    cells: Tensor
+    positions: Tensor
+    new_cells: Tensor
+    long_tiles: Tensor
+    short_tiles: Tensor
+
+
+def plan_prefill(spans: Sequence[Span], shared_heads: int, device: torch.device) -> PrefillPlan:
+    """Lay out `spans`, which cover the forward's rows in order; `shared_heads` query heads share a key/value head."""
+    lengths = np.array([span.length for span in spans])
+    starts = np.array([span.start for span in spans])
+    offsets = np.concatenate(([0], np.cumsum(starts + lengths)[:-1]))
+    chunks = np.stack(([span.row for span in spans], lengths, starts, offsets), axis=1).astype(np.int32)
+    is_short = lengths * shared_heads <= SHORT_ROWS
+    parts: dict[str, Int32Array] = {
+        "chunks": chunks,
+        "cells": np.concatenate([span.cells for span in spans]).astype(np.int32),
+        "positions": np.concatenate([np.arange(s.start, s.start + s.length) for s in spans]).astype(np.int32),
+        "new_cells": np.concatenate([span.cells[span.start :] for span in spans]).astype(np.int32),
+        "long_tiles": _tiles(chunks, ~is_short, shared_heads, LONG_ROWS),
+        "short_tiles": _tiles(chunks, is_short, shared_heads, SHORT_ROWS),
+    }
+    flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts.values()]))
+    if device.type == "cuda":
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    views = torch.split(flat, [part.size for part in parts.values()])
+    tensors = {name: view.view(part.shape) for (name, part), view in zip(parts.items(), views, strict=True)}
+    return PrefillPlan(num_tokens=int(lengths.sum()), shared_heads=shared_heads, **tensors)
+
+
+def _tiles(chunks: Int32Array, chosen: npt.NDArray[np.bool_], shared_heads: int, tile_rows: int) -> Int32Array:
+    """Tiles of the chosen chunks, int32[n, 2], those that attend most first."""
+    indices = np.flatnonzero(chosen)
+    rows = chunks[indices, 1] * shared_heads
+    counts = -(-rows // tile_rows)
+    chunk = np.repeat(indices, counts)
+    first_row = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * tile_rows
+    num_seen = chunks[chunk, 2] + (first_row + tile_rows) // shared_heads
+    order = np.argsort(-num_seen, kind="stable")
+    return np.stack((chunk, first_row), axis=1)[order].astype(np.int32)
