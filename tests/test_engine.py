@@ -373,9 +373,12 @@ def test_a_dead_executor_fails_every_sequence_once_and_is_told_once(
         executor.release(5)
         executor.wait_launched(5 + depth)
         bench.client.submit(50, fake_request())
+        late = Recorder()
+        bench.engine.connect(late).submit(1, fake_request())
         executor.release()
         bench.heard.wait_ended(*range(10))
         bench.engine.stop()
+        assert [type(refusal) for refusal in late.refusals[1]] == [Unavailable]
         assert bench.deaths == [death]
         assert bench.engine.state is EngineState.DEAD
         assert set(bench.heard.ends) == {(key, index) for key in range(10) for index in range(2)}

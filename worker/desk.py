@@ -41,9 +41,6 @@ class Desk(Generic[C]):
         assert not self._ids.pop(client)
         del self._news[client]
 
-    def is_connected(self, client: C) -> bool:
-        return client in self._news
-
     def request_ids(self, client: C) -> list[int]:
         return list(self._ids[client].values())
 

@@ -51,25 +51,19 @@ class DataPlaneServer:
         max_num_seqs: int,
         host: str,
         port: int = 0,
-        credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        """`host` is the address to bind, that gateways reach; port 0 takes a free one. `credentials` turn TLS on."""
+        """`host` is the address to bind, that gateways reach; port 0 takes a free one."""
         self._attachments = _Attachments(engine, _worker_info(info, worker_id, max_num_seqs), secret)
         self._engine = engine
         self._host = f"[{host}]" if ":" in host else host
         self._port = port
-        self._credentials = credentials
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> str:
         """Listen; return the bound "host:port". Raises `RuntimeError` when the port is taken."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._attachments, server)
-        wanted = f"{self._host}:{self._port}"
-        if self._credentials is None:
-            port = server.add_insecure_port(wanted)
-        else:
-            port = server.add_secure_port(wanted, self._credentials)
+        port = server.add_insecure_port(f"{self._host}:{self._port}")
         await server.start()
         self._server = server
         return f"{self._host}:{port}"
