@@ -49,13 +49,10 @@ def validate(kind: type[B], value: dict[str, Any]) -> B:
         raise _explain(error.errors(include_url=False, include_input=False)[0]) from error
 
 
-_TAGS = frozenset({"text", "texts", "ids", "id_lists", "list", "parts"})
-
-
 def _explain(details: ErrorDetails) -> InvalidRequest:
     """One error, in one sentence; `param` is the field of the body that it is about."""
     refused = details.get("ctx", {}).get("error")
-    where = [part for part in details["loc"] if part not in _TAGS or len(details["loc"]) == 1]
+    where = [part for part in details["loc"] if not str(part).startswith("<")]  # tags of shapes, not names of fields
     if isinstance(refused, RefusedField):
         param = str(where[0]) if where else refused.param
         return InvalidRequest(f"{_path(where)}: {refused}" if where else str(refused), param=param)

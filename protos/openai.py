@@ -19,12 +19,13 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def _stop_shape(value: Any) -> str:
-    return "list" if isinstance(value, list) else "text"
+    return "<list>" if isinstance(value, list) else "<text>"
 
 
 StopString = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
-    Annotated[StopString, Tag("text")] | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag("list")],
+    Annotated[StopString, Tag("<text>")]
+    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag("<list>")],
     Discriminator(_stop_shape),
 ]
 
@@ -108,18 +109,18 @@ class GenerationBody(Body):
 
 def _prompt_shape(value: Any) -> str | None:
     if isinstance(value, str):
-        return "text"
+        return "<text>"
     if not isinstance(value, list) or not value:
         return None
     first = value[0]
-    return "texts" if isinstance(first, str) else "id_lists" if isinstance(first, list) else "ids"
+    return "<texts>" if isinstance(first, str) else "<id_lists>" if isinstance(first, list) else "<ids>"
 
 
 Prompt = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[list[TokenId], Tag("ids")]
-    | Annotated[list[str], Tag("texts")]
-    | Annotated[list[list[TokenId]], Tag("id_lists")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TokenId], Tag("<ids>")]
+    | Annotated[list[str], Tag("<texts>")]
+    | Annotated[list[list[TokenId]], Tag("<id_lists>")],
     Discriminator(
         _prompt_shape,
         custom_error_type="prompt_shape",

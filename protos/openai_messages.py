@@ -67,7 +67,7 @@ class ContentPart(Body):
 
 
 def _content_shape(value: Any) -> str:
-    return "parts" if isinstance(value, list) else "text"
+    return "<parts>" if isinstance(value, list) else "<text>"
 
 
 class Message(Body):
@@ -85,7 +85,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: (
         Annotated[
-            Annotated[str, Tag("text")] | Annotated[list[ContentPart], Field(min_length=1), Tag("parts")],
+            Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(min_length=1), Tag("<parts>")],
             Discriminator(_content_shape),
         ]
         | None
