@@ -25,6 +25,7 @@ def record(name: str, config: Mapping[str, Any], figures: Mapping[str, Any], *, 
         "figures": dict(figures),
         "config": dict(config),
         "hardware": {"processor": _processor(), "cores": os.cpu_count(), "memory_bytes": _memory_bytes()},
+        "load_average": os.getloadavg()[0],
         "versions": {"python": platform.python_version(), **_versions()},
     }
     if keep:

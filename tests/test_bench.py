@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import stepping_executor
 from cluster import bench_command, bench_online, workload
 from cluster.bench_offline import OfflineBench
 from cluster.bench_online import Prompt, Server, run_load
@@ -22,8 +24,10 @@ from cluster.latency import LoadResult, RequestRecord, Spread, result_block
 from cluster.offline_engine import OfflineEngine, running
 from cluster.sse_client import ChunkedBody, EventLines, Target
 from planner.errors import ForwardFailed, InvalidConfiguration, NeverFits
-from tests.fakes import FakeExecutor, fake_info, fake_limits
+from planner.request import SamplingParams, Update
+from tests.fakes import FakeExecutor, fake_info, fake_limits, fake_request
 from worker.engine import Engine
+from worker.executor import limits_for
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 Answer = Callable[[dict[str, object], asyncio.StreamWriter], Awaitable[None]]
@@ -337,3 +341,31 @@ def test_the_offline_engine_has_room_for_the_widest_batch_and_no_prefix_cache(tm
     (tmp_path / "config.json").write_text("{}")
     config = bench_command.offline_config(offline_args(str(tmp_path), "--batch-sizes", "1,200", "--max-cells", "900"))
     assert (config.max_num_seqs, config.prefix_caching, config.max_cells) == (200, False, 900)
+
+
+def test_a_floor_counts_every_weight_once_and_every_sequences_cells() -> None:
+    from worker.roofline import decode_floor_s
+
+    floor = decode_floor_s(batch=4, context=10, weight_bytes=1000, bytes_per_cell=5, bandwidth=100.0)
+    assert floor == pytest.approx((1000 + 4 * 10 * 5) / 100)
+
+
+def test_what_the_machine_can_do_is_measured() -> None:
+    from worker.roofline import measure_bandwidth, measure_matmul_rate
+
+    bandwidth = measure_bandwidth("cpu", block_bytes=2**20)
+    assert bandwidth.best == max(bandwidth.copy, bandwidth.read) > 0
+    assert measure_matmul_rate(2, "cpu", width=64, total_bytes=2**16) > 0
+
+
+def test_the_stepping_executor_takes_its_time_and_says_when_a_token_left() -> None:
+    executor = stepping_executor.make(engine_config("unused", {"max_num_seqs": 16}))
+    request = fake_request([1, 2, 3], 4, sampling=SamplingParams(logprobs=0))
+    engine = Engine(executor, limits_for(engine_config("unused", {}), executor.info), inbox_size=4, on_death=print)
+    start = time.perf_counter()
+    with running(engine) as offline:
+        updates = [news.update for news in offline.run([(0, request)], 1)]
+    left_at = [score.logprob or 0.0 for update in updates if isinstance(update, Update) for score in update.logprobs]
+    assert len(left_at) == 4
+    assert left_at == sorted(left_at)
+    assert start + 4 * stepping_executor.STEP_S <= left_at[-1] <= time.perf_counter()

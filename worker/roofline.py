@@ -6,7 +6,6 @@ a floor says only what cannot be beaten.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,20 +28,28 @@ class Bandwidth:
         return max(self.copy, self.read)
 
 
-def measure_bandwidth(device: str) -> Bandwidth:
-    """Copy one large block onto another, and sum one; the best of some repeats of each. Holds 512 MiB meanwhile."""
-    source = torch.ones(BLOCK_BYTES // 4, dtype=torch.float32, device=device)
+def measure_bandwidth(device: str, block_bytes: int = BLOCK_BYTES) -> Bandwidth:
+    """Copy one large block onto another, and sum one; the best of some repeats of each. Holds two blocks meanwhile."""
+    source = torch.ones(block_bytes // 4, dtype=torch.float32, device=device)
     target = torch.zeros_like(source)
     copy_s = min(_timed(lambda: target.copy_(source), device) for _ in range(REPEATS))
     read_s = min(_timed(lambda: source.sum(), device) for _ in range(REPEATS))
-    return Bandwidth(copy=2 * BLOCK_BYTES / copy_s, read=BLOCK_BYTES / read_s)
+    return Bandwidth(copy=2 * block_bytes / copy_s, read=block_bytes / read_s)
 
 
-def measure_matmul_rate(rows: int, device: str, dtype: torch.dtype = torch.float32, width: int = 1536) -> float:
+def measure_matmul_rate(
+    rows: int,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    width: int = 1536,
+    total_bytes: int = BLOCK_BYTES,
+) -> float:
     """Operations a second of `[rows, width] @ [width, width]`, two for each weight and row, over weights that no
-    cache holds: what a chain of a model's linears can reach at this many rows. Median of some repeats."""
+    cache holds: what a chain of a model's linears can reach at this many rows. The best of some repeats, as a floor
+    wants it. Holds `total_bytes` of weights."""
     bytes_each = width * width * dtype.itemsize
-    weights = [torch.randn(width, width, device=device, dtype=dtype) for _ in range(max(1, BLOCK_BYTES // bytes_each))]
+    weights = [torch.randn(width, width, device=device, dtype=dtype) for _ in range(max(1, total_bytes // bytes_each))]
     x = torch.randn(rows, width, device=device, dtype=dtype)
 
     def chain() -> object:
@@ -51,7 +58,7 @@ def measure_matmul_rate(rows: int, device: str, dtype: torch.dtype = torch.float
         return out
 
     chain()
-    seconds = statistics.median(_timed(chain, device) for _ in range(REPEATS))
+    seconds = min(_timed(chain, device) for _ in range(REPEATS))
     return 2 * rows * width * width * len(weights) / seconds
 
 
