@@ -164,12 +164,12 @@ class PrefixIndex:
     def _forget_owned_end(self) -> None:
         """Forget the owned end of the least recently used leaf that has a cached cell above it."""
         passed = []
-        while (leaf := self._pop_leaf()) is not None:
+        while not passed or not self._hides_cached(passed[-1]):
+            leaf = self._pop_leaf()
+            assert leaf is not None, "a cached cell that no leaf is below"
             passed.append(leaf)
-            if self._hides_cached(leaf):
-                unowned = np.flatnonzero(self._table.unowned(leaf.cells))
-                self._trim(leaf, int(unowned[-1]) + 1 if len(unowned) else 0)
-                break
+        unowned = np.flatnonzero(self._table.unowned(passed[-1].cells))
+        self._trim(passed[-1], int(unowned[-1]) + 1 if len(unowned) else 0)
         for leaf in passed:
             if len(leaf.cells):
                 self._queue(leaf)

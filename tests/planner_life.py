@@ -8,7 +8,8 @@ was written to each cell, so a wrong cell list is caught at the step that has it
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import pytest
 
@@ -23,11 +24,27 @@ from tests.fakes import FakeExecutor, expected_tokens, fake_info
 Key = tuple[int, int]
 
 
+def new_life(script: Mapping[int, int] | None = None, **changes: Any) -> PlannerLife:
+    """A life in a roomy pool; any limit may be replaced."""
+    fields: dict[str, Any] = {
+        "capacity": 256,
+        "context": 128,
+        "vocab_size": 100,
+        "max_prefill_tokens": 16,
+        "max_num_seqs": 4,
+        "max_batched_tokens": 16,
+        "prefill_chunk_tokens": 8,
+    }
+    return PlannerLife(Limits(**(fields | changes)), script)
+
+
 class PlannerLife:
     """Drives a planner and checks, at every call, what must hold whatever happens."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, script: Mapping[int, int] | None = None) -> None:
+        """`script`: tokens that every sequence draws at these positions."""
         self.limits = limits
+        self.script = script
         self.planner = Planner(limits)
         self.executor = self.new_executor()
         self.requests: dict[int, Request] = {}
@@ -48,17 +65,20 @@ class PlannerLife:
             min_prefill_tokens=limits.min_prefill_tokens,
             widths=limits.widths,
         )
-        return FakeExecutor(info, max_steps_in_flight=limits.max_steps_in_flight)
+        return FakeExecutor(info, max_steps_in_flight=limits.max_steps_in_flight, script=self.script)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request) -> int | None:
+        """The request's id, or None where the queue was full."""
         before = self.planner.snapshot()
         if before.num_waiting >= self.limits.max_waiting:
             with pytest.raises(QueueFull):
                 self.planner.submit(request)
             self.num_refused += 1
             assert self.planner.snapshot() == before
-        else:
-            self.requests[self.planner.submit(request)] = request
+            return None
+        request_id = self.planner.submit(request)
+        self.requests[request_id] = request
+        return request_id
 
     def cancel(self, request_id: int, indices: Collection[int] | None) -> None:
         num = self.requests[request_id].n
@@ -123,9 +143,18 @@ class PlannerLife:
         self.in_flight.append(step)
         return step
 
-    def settle(self) -> None:
+    def settle(self) -> list[Update]:
         self.failing.popleft()
-        self.hear(self.planner.commit(self.in_flight.popleft(), self.executor.collect()))
+        updates = self.planner.commit(self.in_flight.popleft(), self.executor.collect())
+        self.hear(updates)
+        return updates
+
+    def step(self, failing_slice: int | None = None) -> tuple[Step, list[Update]]:
+        """Plan and commit one step, with nothing else in flight."""
+        assert not self.in_flight
+        step = self.launch(failing_slice)
+        assert step is not None
+        return step, self.settle()
 
     def check_step(self, step: Step) -> None:
         limits = self.limits
@@ -164,7 +193,7 @@ class PlannerLife:
             for index in range(request.n):
                 key = request_id, index
                 tokens = self.tokens[key]
-                undisturbed = expected_tokens(request, index, vocab_size=self.limits.vocab_size)
+                undisturbed = expected_tokens(request, index, vocab_size=self.limits.vocab_size, script=self.script)
                 assert tokens == undisturbed[: len(tokens)], "a wrong token"
                 told = self.prompt_logprobs[key]
                 prompt = request.prompt.tolist() if request.prompt_logprobs and index == 0 else []

@@ -82,7 +82,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
 TestPlannerMachine = PlannerMachine.TestCase
 TestPlannerMachine.settings = settings(
-    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
