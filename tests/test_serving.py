@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from tests.recorder import Recorder
 from worker import wire
 from worker.engine import Engine, StepReport
 from worker.outbox import MAX_UNREAD_ENDS, Outbox, merged
-from worker.serving import DataPlaneServer
+from worker.serving import SERVER_OPTIONS, DataPlaneServer
 
 SECRET = "a secret of this test"
 FOREVER = 900
@@ -40,14 +40,18 @@ class Worker:
 
 @asynccontextmanager
 async def serving(
-    executor: FakeExecutor | None = None, *, inbox_size: int = 1000, **limits: Any
+    executor: FakeExecutor | None = None,
+    *,
+    inbox_size: int = 1000,
+    options: Sequence[tuple[str, int]] = SERVER_OPTIONS,
+    **limits: Any,
 ) -> AsyncIterator[Worker]:
     executor = executor or FakeExecutor()
     engine = Engine(
         executor, fake_limits(executor.info, **limits), inbox_size=inbox_size, on_death=_no_death, check_cells=True
     )
     info = engine.start()
-    server = DataPlaneServer(engine, info, "worker-1", SECRET, 16, "127.0.0.1")
+    server = DataPlaneServer(engine, info, "worker-1", SECRET, 16, "127.0.0.1", options=options)
     try:
         yield Worker(engine, executor, server, await server.start())
     finally:
@@ -118,6 +122,31 @@ async def attached(
             yield Gateway(call)
         finally:
             call.cancel()
+
+
+@asynccontextmanager
+async def wire_that_goes_silent(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """An address that leads to `address`, and an event after which nothing comes through any more."""
+    silent, over = asyncio.Event(), asyncio.Event()
+    host, _, port = address.rpartition(":")
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (data := await reader.read(2**16)) and not silent.is_set():
+            writer.write(data)
+        await over.wait()
+        writer.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        onward_reader, onward_writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.TaskGroup() as both:
+            both.create_task(forward(reader, onward_writer))
+            both.create_task(forward(onward_reader, writer))
+
+    async with await asyncio.start_server(connect, "127.0.0.1", 0) as proxy:
+        try:
+            yield "{}:{}".format(*proxy.sockets[0].getsockname()), silent
+        finally:
+            over.set()
 
 
 def holding() -> FakeExecutor:
@@ -232,6 +261,29 @@ async def test_a_broken_stream_cancels_everything_within_a_step() -> None:
             await other.read()
         assert len(worker.executor.steps) == launched
         assert other.snapshot.free_cells + other.snapshot.cached_cells == other.snapshot.capacity
+
+
+async def test_a_gateway_that_falls_silent_is_given_up() -> None:
+    """The connection stays open and nothing comes through it, as when the gateway's process is frozen."""
+    impatient = dict(SERVER_OPTIONS) | {
+        "grpc.keepalive_time_ms": 1000,
+        "grpc.keepalive_timeout_ms": 200,
+        "grpc.http2.ping_timeout_ms": 200,
+    }
+    async with (
+        serving(FakeExecutor(step_time_s=0.05), options=tuple(impatient.items())) as worker,
+        wire_that_goes_silent(worker.address) as (address, silent),
+        attached(address) as gateway,
+    ):
+        watcher = Recorder()
+        worker.engine.connect(watcher)
+        await gateway.submit(1, fake_request(max_tokens=FOREVER))
+        while (1, 0) not in gateway.tokens:
+            await gateway.read()
+        silent.set()
+        snapshot = await asyncio.to_thread(watcher.wait_quiet)
+        assert snapshot.owned_cells == 0
+        assert snapshot.step < FOREVER
 
 
 async def test_half_closing_a_stream_ends_it_and_cancels_everything() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -51,17 +51,19 @@ class DataPlaneServer:
         max_num_seqs: int,
         host: str,
         port: int = 0,
+        options: Sequence[tuple[str, int]] = SERVER_OPTIONS,
     ) -> None:
-        """`host` is the address to bind, that gateways reach; port 0 takes a free one."""
+        """`host` is the address to bind, that gateways reach; port 0 takes a free one. `options` are gRPC's."""
         self._attachments = _Attachments(engine, _worker_info(info, worker_id, max_num_seqs), secret)
         self._engine = engine
         self._host = f"[{host}]" if ":" in host else host
         self._port = port
+        self._options = options
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> str:
         """Listen; return the bound "host:port". Raises `RuntimeError` when the port is taken."""
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=self._options)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._attachments, server)
         port = server.add_insecure_port(f"{self._host}:{self._port}")
         await server.start()

@@ -22,9 +22,11 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A peer whose host vanished says nothing; pings find it within 15 s. A peer that died is noticed at once.
+    # A peer that died is noticed at once. One that is frozen, or whose host vanished, says nothing: pings find it
+    # within 15 s. The second timeout is that of pings which are already under way for the transport's own ends.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
