@@ -63,12 +63,16 @@ class Answer:
         """
         if self._failure is not None:
             raise self._failure
-        tasks = [part.wait() for part in self._parts if not part.finished]
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         pieces: list[Piece] = []
         try:
-            for part in self._parts:
-                part.collect(pieces)
+            if len(self._parts) == 1:  # the usual case needs no task for each step
+                self._parts[0].take(await self._parts[0].next(timeout_s), pieces)
+            else:
+                waiting = {part.task(): part for part in self._parts if not part.finished}
+                done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for task, part in waiting.items():
+                    if task in done:
+                        part.collect(pieces)
         except RaycombError as failure:
             if not pieces:
                 raise
@@ -111,23 +115,30 @@ class _Part:
             return []
         return [piece for c in self.choices for piece in (c.echo(self._echo(0)), c.end(Ending.LENGTH))]
 
-    def wait(self) -> asyncio.Task[list[Update]]:
+    async def next(self, timeout_s: float) -> list[Update]:
+        """The generation's next news, or nothing when none comes in time."""
+        assert self._generation is not None, "started"
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._generation.next()
+        except TimeoutError:
+            return []
+
+    def task(self) -> asyncio.Task[list[Update]]:
         """The task that waits for the generation's next news; kept until its result is collected."""
         assert self._generation is not None, "started"
         if self._waiting is None:
-            self._waiting = asyncio.create_task(self._next(self._generation))
+            self._waiting = asyncio.create_task(self._generation.next())
         return self._waiting
 
-    @staticmethod
-    async def _next(generation: Generation) -> list[Update]:
-        return await generation.next()
-
     def collect(self, pieces: list[Piece]) -> None:
-        """Append what has come. Raises the error of a refused request or failed sequence."""
-        if self._waiting is None or not self._waiting.done():
-            return
+        """Take in what the finished task has brought."""
+        assert self._waiting is not None, "waiting"
         task, self._waiting = self._waiting, None
-        updates = task.result()
+        self.take(task.result(), pieces)
+
+    def take(self, updates: Sequence[Update], pieces: list[Piece]) -> None:
+        """Append what the updates let be said. Raises the error of a failed sequence."""
         for update in updates:
             self.num_cached = max(self.num_cached, update.num_cached_tokens)
             if update.prompt_logprobs:

@@ -15,8 +15,8 @@ class ApiSettings(BaseModel):
     * `open_paths`: answered without a key.
     * `default_max_tokens`: of a text completion that does not say; a chat gets what is left of the context.
     * `max_choices`: n of one prompt. `max_sequences`: choices of all prompts of one request together.
-    * `inline_characters`: longer texts are tokenised by a thread, at most `tokenising_threads` at once with
-      `max_tokenising` waiting.
+    * `inline_size`: longer texts and 16 times larger bodies are read by a thread, at most `text_threads` at once
+      with `max_long_texts` more waiting.
     * `keepalive_s`: a stream that has nothing to say for so long says that it lives.
     """
 
@@ -30,8 +30,8 @@ class ApiSettings(BaseModel):
     default_max_tokens: int = Field(default=16, ge=1)
     max_choices: int = Field(default=128, ge=1)
     max_sequences: int = Field(default=1024, ge=1)
-    inline_characters: int = Field(default=4096, ge=0)
-    tokenising_threads: int = Field(default=2, ge=1)
-    max_tokenising: int = Field(default=64, ge=1)
+    inline_size: int = Field(default=4096, ge=0)
+    text_threads: int = Field(default=2, ge=1)
+    max_long_texts: int = Field(default=64, ge=0)
     keepalive_s: float = Field(default=10.0, gt=0)
     cors_origins: tuple[str, ...] = ("*",)

@@ -23,6 +23,9 @@ class Outcome:
     retry_after_s: int | None = None
 
 
+MAX_MESSAGE: Final = 1000  # characters; below the 4 KB that gRPC details may have
+MAX_PARAM: Final = 100
+
 _INVALID: Final = "invalid_request_error"
 _SERVER: Final = "server_error"
 
@@ -55,8 +58,15 @@ def retry_after_s(error: RaycombError) -> int | None:
 
 
 def envelope(error: RaycombError) -> dict[str, Any]:
-    """OpenAI's error object."""
-    return error_envelope(error.message, outcome(error).type, param=error.param, code=error.code)
+    """OpenAI's error object. A message that quotes something huge is cut."""
+    return error_envelope(
+        shortened(error.message), outcome(error).type, param=error.param and error.param[:MAX_PARAM], code=error.code
+    )
+
+
+def shortened(message: str) -> str:
+    """The message, cut where it would be no use to a person and no good in a header or trailer."""
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
 
 
 def error_envelope(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class Generation(Protocol):
         """Wait for news; return all that has come (at most one update an index, tokens in order).
 
         An index's last update has a `finish_reason`. Raises `RequestRefused` from the first call when no worker took
-        the request. Must not be called again after every index has finished.
+        the request. Must not be called again after every index has finished. May be cancelled while it waits; nothing
+        is lost then.
         """
         ...
 

@@ -7,11 +7,11 @@ A request is read, validated, turned into tokens and checked here, before anythi
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -25,6 +25,7 @@ from cluster.fleet import Fleet, ServedModel
 from cluster.http_guard import REQUEST_ID, Guard
 from cluster.prompts import PromptEncoder
 from cluster.requests import plan_chat, plan_completion, served_name
+from cluster.side_threads import SideThreads
 from cluster.text import TextModel
 from cluster.voices import ChatVoice, CompletionVoice
 from planner.errors import InvalidRequest, RaycombError, Unavailable
@@ -38,7 +39,9 @@ from protos.openai import (
     TokenizeTextBody,
 )
 
-DEADLINE = "x-request-timeout-ms"
+B = TypeVar("B")
+
+DEADLINE: Final = "x-request-timeout-ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +97,15 @@ class _Endpoints:
         self._fleet = service.fleet
         self._text = service.text
         self._settings = service.settings
-        self._prompts = PromptEncoder(service.text, service.settings)
+        self._threads = SideThreads(
+            inline_size=service.settings.inline_size,
+            num_threads=service.settings.text_threads,
+            max_waiting=service.settings.max_long_texts,
+        )
+        self._prompts = PromptEncoder(service.text, self._threads)
 
     async def completions(self, request: Request) -> Response:
-        body = validate(CompletionBody, await self._object(request))
+        body = await self._body(request, lambda value: validate(CompletionBody, value))
         model, name = self._model(body.model)
         prompts = await self._prompts.completion(body, model.context)
         plans = plan_completion(body, prompts, model, self._text.eos_ids, self._settings)
@@ -107,7 +115,7 @@ class _Endpoints:
         return AnswerResponse(answer, voice, self._delivery(request, body))
 
     async def chat_completions(self, request: Request) -> Response:
-        body = validate(ChatBody, await self._object(request))
+        body = await self._body(request, lambda value: validate(ChatBody, value))
         model, name = self._model(body.model)
         prompt = await self._prompts.chat(body, model.context)
         plans = plan_chat(body, prompt, model, self._text.eos_ids, self._settings)
@@ -124,22 +132,18 @@ class _Endpoints:
         return _json(next(card for card in self._cards() if card.id == name))
 
     async def tokenize(self, request: Request) -> Response:
-        value = await self._object(request)
-        if value.get("messages") is not None:
-            chat = validate(TokenizeChatBody, value)
-            model, _ = self._model(chat.model)
-            special, strings = chat.add_special_tokens, chat.return_token_strs
-            ids = await self._prompts.conversation(chat, context=None, add_special_tokens=special)
+        body = await self._body(request, _tokenize_body)
+        model, _ = self._model(body.model)
+        special = body.add_special_tokens
+        if isinstance(body, TokenizeChatBody):
+            ids = await self._prompts.conversation(body, context=None, add_special_tokens=special)
         else:
-            plain = validate(TokenizeTextBody, value)
-            model, _ = self._model(plain.model)
-            strings = plain.return_token_strs
-            ids = await self._prompts.ids(plain.prompt, add_special_tokens=plain.add_special_tokens)
-        names = [self._text.tokens.name(token) for token in ids] if strings else None
+            ids = await self._prompts.ids(body.prompt, add_special_tokens=special)
+        names = [self._text.tokens.name(token) for token in ids] if body.return_token_strs else None
         return _json(wire.Tokenized(count=len(ids), max_model_len=model.context, tokens=ids, token_strs=names))
 
     async def detokenize(self, request: Request) -> Response:
-        body = validate(DetokenizeBody, await self._object(request))
+        body = await self._body(request, lambda value: validate(DetokenizeBody, value))
         model, _ = self._model(body.model)
         highest = max(body.tokens, default=0)
         if highest >= model.vocab_size:
@@ -161,8 +165,9 @@ class _Endpoints:
             return error_response(Unavailable("no worker can serve"))
         return json_response(json.dumps({"status": word}).encode())
 
-    async def _object(self, request: Request) -> dict[str, Any]:
-        return parse_object(await read_body(request, self._settings.max_body_bytes))
+    async def _body(self, request: Request, validated: Callable[[dict[str, Any]], B]) -> B:
+        data = await read_body(request, self._settings.max_body_bytes)
+        return await self._threads.run(len(data) // 16, lambda: validated(parse_object(data)))
 
     def _served(self) -> ServedModel:
         model = self._fleet.model
@@ -192,6 +197,12 @@ class _Endpoints:
         )
 
 
+def _tokenize_body(value: dict[str, Any]) -> TokenizeTextBody | TokenizeChatBody:
+    if value.get("messages") is None:
+        return validate(TokenizeTextBody, value)
+    return validate(TokenizeChatBody, value)
+
+
 def _deadline_s(value: str | None) -> float | None:
     """Seconds that the client gives the whole request; None: no deadline."""
     if value is None:
@@ -202,7 +213,7 @@ def _deadline_s(value: str | None) -> float | None:
     return milliseconds / 1000 if milliseconds < 2**31 else None
 
 
-def _json(answer: wire.Answer | BaseModel) -> Response:
+def _json(answer: wire.Answer) -> Response:
     return json_response(answer.model_dump_json().encode())
 
 

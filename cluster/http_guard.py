@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Iterable
 from typing import Final
 
-from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -62,9 +61,15 @@ class Guard:
             await error_response(RaycombError("the server failed"))(scope, receive, send_with_id)
 
     def _may_pass(self, scope: Scope, headers: Headers) -> bool:
-        if not self._keys or get_route_path(scope) in self._open_paths:
+        if not self._keys or _path(scope) in self._open_paths:
             return True
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = key.strip().encode()
         matches = [hmac.compare_digest(given, own) for own in self._keys]
         return kind.lower() == "bearer" and any(matches)
+
+
+def _path(scope: Scope) -> str:
+    """The path below the prefix that the application is mounted at."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

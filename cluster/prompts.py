@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from cluster.api_settings import ApiSettings
+from cluster.side_threads import SideThreads
 from cluster.text import TextModel
-from planner.errors import ContextLengthExceeded, InvalidRequest, QueueFull
+from planner.errors import ContextLengthExceeded, InvalidRequest
 from protos.openai import ChatBody, CompletionBody
 from protos.openai_messages import Conversation
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +22,11 @@ class EncodedPrompt:
 
 
 class PromptEncoder:
-    """Writes and tokenises prompts. Owner: the application; lives on its event loop.
+    """Writes and tokenises prompts. Owner: the application; lives on its event loop. Long texts go to `threads`."""
 
-    Long texts go to threads, a bounded number at a time; when too many wait, `QueueFull` is raised.
-    """
-
-    def __init__(self, text: TextModel, settings: ApiSettings) -> None:
+    def __init__(self, text: TextModel, threads: SideThreads) -> None:
         self._text = text
-        self._inline_characters = settings.inline_characters
-        self._max_waiting = settings.max_tokenising
-        self._threads = asyncio.Semaphore(settings.tokenising_threads)
-        self._num_waiting = 0
+        self._threads = threads
 
     async def completion(self, body: CompletionBody, context: int) -> list[EncodedPrompt]:
         """The prompts of a text completion, in order. Raises `ContextLengthExceeded` where a text cannot fit."""
@@ -48,7 +38,7 @@ class PromptEncoder:
         if texts:
             for text in texts:
                 self._refuse_hopeless(text, context, "prompt")
-            return await self._run(
+            return await self._threads.run(
                 sum(map(len, texts)), lambda: [self._encode_text(text, special=special) for text in texts]
             )
         if body.add_special_tokens:
@@ -79,15 +69,17 @@ class PromptEncoder:
                 self._refuse_hopeless(text, context, "messages")
             return self._text.encode(text, add_special_tokens=add_special_tokens)
 
-        return await self._run(sum(len(message["content"]) for message in messages), write)
+        return await self._threads.run(sum(len(message["content"]) for message in messages), write)
 
     async def ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of one text."""
-        return await self._run(len(text), lambda: self._text.encode(text, add_special_tokens=add_special_tokens))
+        return await self._threads.run(
+            len(text), lambda: self._text.encode(text, add_special_tokens=add_special_tokens)
+        )
 
     async def decoded(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
-        return await self._run(4 * len(ids), lambda: self._text.decode(list(ids)))
+        return await self._threads.run(4 * len(ids), lambda: self._text.decode(list(ids)))
 
     def _encode_text(self, text: str, *, special: bool) -> EncodedPrompt:
         ids = self._text.encode(text, add_special_tokens=special)
@@ -100,15 +92,3 @@ class PromptEncoder:
             raise ContextLengthExceeded(
                 f"the prompt has at least {least} tokens; the context length is {context}", param=param
             )
-
-    async def _run(self, num_characters: int, work: Callable[[], T]) -> T:
-        if num_characters <= self._inline_characters:
-            return work()
-        if self._num_waiting >= self._max_waiting:
-            raise QueueFull(f"{self._num_waiting} long prompts already wait to be tokenised")
-        self._num_waiting += 1
-        try:
-            async with self._threads:
-                return await asyncio.to_thread(work)
-        finally:
-            self._num_waiting -= 1

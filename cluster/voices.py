@@ -41,11 +41,10 @@ class CompletionVoice:
         self._model = model
         self._tokens = tokens
         self._scored = scored
+        self._frame = _Frame(self._envelope([]))
 
     def chunk(self, piece: Piece) -> bytes | None:
-        if _is_silent(piece):
-            return None
-        return self._envelope([self._choice(piece.index, [piece])]).to_json()
+        return None if _is_silent(piece) else self._frame.around(self._choice(piece.index, [piece]))
 
     def usage_chunk(self, counts: TokenCounts) -> bytes:
         return self._envelope([], counts).to_json()
@@ -97,6 +96,7 @@ class ChatVoice:
         self._tokens = tokens
         self._scored = scored
         self._opened: set[int] = set()
+        self._frame = _Frame(self._chunk())
 
     def chunk(self, piece: Piece) -> bytes | None:
         opens = piece.index not in self._opened
@@ -107,13 +107,14 @@ class ChatVoice:
             delta = wire.ChatDelta(role="assistant", content=piece.text)
         else:
             delta = wire.ChatDelta(content=piece.text) if piece.text else wire.ChatDelta()
-        choice = wire.ChatChunkChoice(
-            index=piece.index, delta=delta, logprobs=self._logprobs([piece]), finish_reason=_finish_reason([piece])
+        logprobs = self._logprobs([piece])
+        reason = _finish_reason([piece])
+        return self._frame.around(
+            wire.ChatChunkChoice(index=piece.index, delta=delta, logprobs=logprobs, finish_reason=reason)
         )
-        return self._chunk([choice]).to_json()
 
     def usage_chunk(self, counts: TokenCounts) -> bytes:
-        return self._chunk([]).model_copy(update={"usage": usage(counts)}).to_json()
+        return self._chunk().model_copy(update={"usage": usage(counts)}).to_json()
 
     def whole(self, choices: Sequence[Sequence[Piece]], counts: TokenCounts) -> bytes:
         told = []
@@ -138,9 +139,9 @@ class ChatVoice:
             usage=usage(counts),
         ).to_json()
 
-    def _chunk(self, choices: list[wire.ChatChunkChoice]) -> wire.ChatChunk:
+    def _chunk(self) -> wire.ChatChunk:
         return wire.ChatChunk(
-            id=self._id, object="chat.completion.chunk", created=self._created, model=self._model, choices=choices
+            id=self._id, object="chat.completion.chunk", created=self._created, model=self._model, choices=[]
         )
 
     def _logprobs(self, pieces: Sequence[Piece]) -> wire.ChatLogprobs | None:
@@ -165,6 +166,17 @@ class ChatVoice:
 
     def _bytes(self, token: int) -> list[int] | None:
         return None if token in self._tokens.special else list(self._tokens.of(token))
+
+
+class _Frame:
+    """The JSON around a chunk's one choice, written once: it is the same for all chunks of a stream."""
+
+    def __init__(self, empty: wire.Completion | wire.ChatChunk) -> None:
+        self._tail = b"]}"
+        self._head = empty.to_json().removesuffix(self._tail)
+
+    def around(self, choice: wire.CompletionChoice | wire.ChatChunkChoice) -> bytes:
+        return self._head + choice.to_json() + self._tail
 
 
 def usage(counts: TokenCounts) -> wire.Usage:

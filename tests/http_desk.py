@@ -99,6 +99,7 @@ class RawClient:
     app: Any
     body: dict[str, Any]
     path: str = "/v1/completions"
+    deadline_ms: int | None = None
 
     def __post_init__(self) -> None:
         self.sent: list[Any] = []
@@ -131,7 +132,7 @@ class RawClient:
             "query_string": b"",
             "root_path": "",
             "scheme": "http",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"x-request-timeout-ms", str(self.deadline_ms).encode())] if self.deadline_ms else [],
             "server": ("gateway", 80),
             "client": ("client", 1),
         }

@@ -183,7 +183,7 @@ async def test_the_templates_own_words_reach_the_client() -> None:
 
 
 async def test_long_prompts_wait_in_a_bounded_line() -> None:
-    async with desk(inline_characters=0, tokenising_threads=1, max_tokenising=2) as d:
+    async with desk(inline_size=0, text_threads=1, max_long_texts=1) as d:
         answers = await asyncio.gather(*(d.post("/v1/completions", **PROMPT) for _ in range(8)))
     statuses = sorted(answer.status_code for answer in answers)
     assert set(statuses) == {200, 429}

@@ -6,17 +6,21 @@ import asyncio
 from typing import Any
 
 from planner.errors import ForwardFailed, QueueFull, Unavailable, WorkerLost
-from planner.request import Request
+from planner.request import FinishReason, Request, Update
 from tests.fake_fleet import FakeFleet
 from tests.http_desk import (
     CHAT,
     MODEL,
     PROMPT,
+    TEXT,
+    RawClient,
     desk,
     endings,
     joined,
+    parse_events,
     refusal,
     says,
+    until,
 )
 
 
@@ -83,3 +87,62 @@ async def test_a_deadline_ends_the_request_and_frees_it() -> None:
     assert fleet.num_running == 0
     for one in bad:
         assert refusal(one)["param"] == "x-request-timeout-ms"
+
+
+async def test_a_deadline_that_passes_within_a_stream_is_its_last_event() -> None:
+    fleet = FakeFleet(MODEL, says("abcdef" * 20, ends=False))
+    async with desk(fleet=fleet) as d:
+        client = RawClient(d.app, {**PROMPT, "max_tokens": 50, "stream": True}, deadline_ms=30)
+        serving = asyncio.create_task(client.run())
+        await until(lambda: len(client.sent) >= 2)
+        fleet.gate.clear()
+        await asyncio.wait_for(serving, 5)
+    events = parse_events(b"".join(message.get("body", b"") for message in client.sent).decode())
+    assert events[-1]["error"]["code"] == "deadline_exceeded"
+    assert fleet.num_running == 0
+
+
+async def test_what_was_generated_before_a_failure_is_still_told() -> None:
+    class TokensThenFailure(FakeFleet):
+        def submit(self, request: Request) -> Any:
+            return OneUpdate(TEXT.encode("hello"))
+
+    class OneUpdate:
+        def __init__(self, tokens: list[int]) -> None:
+            self.tokens = tuple(tokens)
+
+        async def next(self) -> list[Update]:
+            error = WorkerLost("gone")
+            return [Update(0, 0, self.tokens, finish_reason=FinishReason.FAILED, error=error)]
+
+        def cancel(self, indices: object = None) -> None:
+            assert indices is None
+
+    async with desk(fleet=TokensThenFailure(MODEL, says("x"))) as d:
+        events = await d.events("/v1/completions", **PROMPT)
+    assert joined(events[:-1]) == "hello"
+    assert events[-1]["error"]["code"] == "worker_lost"
+
+
+async def test_a_request_that_the_server_gives_up_is_no_success() -> None:
+    class GivenUp(FakeFleet):
+        def submit(self, request: Request) -> Any:
+            return Cancelled()
+
+    class Cancelled:
+        async def next(self) -> list[Update]:
+            return [Update(0, 0, finish_reason=FinishReason.CANCELLED)]
+
+        def cancel(self, indices: object = None) -> None:
+            assert indices is None
+
+    async with desk(fleet=GivenUp(MODEL, says("x"))) as d:
+        assert refusal(await d.post("/v1/completions", **PROMPT), 500)["code"] == "failed"
+
+
+async def test_a_huge_name_is_not_told_back_in_full() -> None:
+    async with desk() as d:
+        for body in ({**PROMPT, "model": "m" * 100_000}, {**PROMPT, "f" * 100_000: 1}):
+            answer = await d.post("/v1/completions", **body)
+            assert answer.status_code in (400, 404)
+            assert len(answer.content) < 4096

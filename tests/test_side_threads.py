@@ -1,0 +1,50 @@
+"""Long work leaves the event loop free, and the line in front of it is short."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from cluster.side_threads import SideThreads
+from planner.errors import QueueFull
+
+
+async def test_short_work_stays_on_the_loop_and_long_work_leaves_it() -> None:
+    threads = SideThreads(inline_size=10, num_threads=1, max_waiting=0)
+    assert await threads.run(10, threading.get_ident) == threading.get_ident()
+    assert await threads.run(11, threading.get_ident) != threading.get_ident()
+
+
+async def test_the_line_is_bounded_and_moves_on() -> None:
+    threads = SideThreads(inline_size=0, num_threads=1, max_waiting=1)
+    hold = threading.Event()
+    first, second = (asyncio.create_task(threads.run(1, hold.wait)) for _ in range(2))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await threads.run(1, hold.wait)
+    hold.set()
+    assert await first
+    assert await second
+    assert await threads.run(1, lambda: "free again") == "free again"
+
+
+async def test_one_who_leaves_the_line_gives_up_the_place() -> None:
+    threads = SideThreads(inline_size=0, num_threads=1, max_waiting=1)
+    hold = threading.Event()
+    first, second = (asyncio.create_task(threads.run(1, hold.wait)) for _ in range(2))
+    await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    third = asyncio.create_task(threads.run(1, lambda: 3))
+    hold.set()
+    assert await first
+    assert await third == 3
+
+
+async def test_what_the_work_raises_comes_back() -> None:
+    threads = SideThreads(inline_size=0, num_threads=1, max_waiting=0)
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(1, lambda: 1 / 0)
