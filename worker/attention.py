@@ -59,14 +59,24 @@ class Group:
 class TorchAttention:
     """Keys, values and visibility of one forward; see `worker.models.decoder.Attention`."""
 
-    def __init__(self, pool: KvPool, spans: Sequence[Span], windows: Sequence[int | None]) -> None:
-        """`spans` cover the forward's rows in order; `windows` has one entry a layer."""
+    def __init__(
+        self,
+        pool: KvPool,
+        spans: Sequence[Span],
+        windows: Sequence[int | None],
+        attended: Sequence[Span] | None = None,
+    ) -> None:
+        """`spans` cover the forward's rows in order; `windows` has one entry a layer.
+
+        `attended`: those of the spans that attend here (None: all); rows of the others are left for the caller.
+        """
         self._pool = pool
         self._windows = windows
         device = pool.keys.device
         written = np.concatenate([span.cells[span.start :] for span in spans])
         self._written = torch.from_numpy(written.astype(np.int64)).to(device)
-        self._groups = {window: _groups(spans, window, pool.scratch_cell, device) for window in set(windows)}
+        attended = spans if attended is None else attended
+        self._groups = {window: _groups(attended, window, pool.scratch_cell, device) for window in set(windows)}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._pool.write(layer, self._written, key, value)

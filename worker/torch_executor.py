@@ -16,10 +16,11 @@ from planner.slices import Slice
 from planner.step import Chunk, ChunkOutput, Step, StepResult
 from worker.attention import Span, TorchAttention
 from worker.batch import Batch, Piece, cut, selector
+from worker.cpu_attention import CpuAttention, Kernel, lone_token_kernel
 from worker.executor import ProgramInfo
 from worker.kv_pool import KvPool
 from worker.logprobs import token_logprobs
-from worker.models.decoder import Decoder
+from worker.models.decoder import Attention, Decoder
 from worker.sampler import Draw, sample
 
 # Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
@@ -44,9 +45,14 @@ class TorchExecutor:
     """An `Executor`; see `worker.executor`. Owns the pool. One step in flight, which `launch` runs to its end."""
 
     def __init__(self, info: ProgramInfo, decoder: Decoder, pool: KvPool) -> None:
+        """`pool` has the decoder's geometry, dtype and device. On the CPU this compiles a kernel, once a machine."""
         self._info = info
         self._decoder = decoder
         self._pool = pool
+        config = decoder.config
+        self._lone_token_kernel: Kernel | None = None
+        if decoder.device.type == "cpu" and decoder.dtype == torch.float32:
+            self._lone_token_kernel = lone_token_kernel(config.head_dim, config.num_heads // config.num_kv_heads)
         self._result: StepResult | None = None
 
     @property
@@ -87,7 +93,12 @@ class TorchExecutor:
 
     def _forward(self, batch: Batch) -> Tensor:
         spans = [Span(p.row, p.start, p.length, p.chunk.cells[: p.start + p.length]) for p in batch.pieces]
-        attention = TorchAttention(self._pool, spans, self._decoder.config.windows)
+        windows = self._decoder.config.windows
+        attention: Attention
+        if self._lone_token_kernel is None:
+            attention = TorchAttention(self._pool, spans, windows)
+        else:
+            attention = CpuAttention(self._lone_token_kernel, self._pool, spans, windows)
         device = self._decoder.device
         tokens = torch.from_numpy(batch.tokens).to(device)
         positions = torch.from_numpy(batch.positions).to(device)
