@@ -1,0 +1,50 @@
+"""What waits for a gateway is bounded and merged."""
+
+from __future__ import annotations
+
+import asyncio
+
+from planner.errors import Unavailable
+from planner.limits import Snapshot
+from planner.request import FinishReason, TokenLogprobs, Update
+from tests.data_plane import PATIENCE_S
+from worker.engine import StepReport
+from worker.outbox import MAX_UNREAD_ENDS, Outbox, merged
+
+
+def test_merged_updates_are_the_two_in_order() -> None:
+    before = Update(1, 0, (5, 6), (TokenLogprobs(5, -1.0),), (TokenLogprobs(1, None),), num_cached_tokens=3)
+    after = Update(1, 0, (7,), (TokenLogprobs(7, -2.0),), (TokenLogprobs(2, -1.0),), 0, FinishReason.STOP)
+    both = merged(before, after)
+    assert both.tokens == (5, 6, 7)
+    assert [entry.token for entry in both.logprobs] == [5, 7]
+    assert [entry.token for entry in both.prompt_logprobs] == [1, 2]
+    assert both.num_cached_tokens == 3
+    assert both.finish_reason is FinishReason.STOP
+
+
+async def test_what_waits_in_an_outbox_is_bounded_by_sequences_not_by_steps() -> None:
+    outbox = Outbox()
+    outbox.open(1, 1)
+    snapshot = Snapshot(10, 10, 0, 0, 0, 0, 0, 0)
+    for step in range(500):
+        outbox.add(StepReport(((1, Update(9, 0, (step,))),), snapshot), draining=False)
+    message = await outbox.next()
+    assert message is not None
+    assert len(message.updates) == 1
+    assert list(message.updates[0].tokens) == list(range(500))
+    outbox.finish()
+    assert await outbox.next() is None
+
+
+async def test_a_gateway_that_does_not_read_its_refusals_is_not_read_from() -> None:
+    outbox = Outbox()
+    for key in range(MAX_UNREAD_ENDS + 1):
+        outbox.refuse(key, Unavailable("no"))
+    waiting = asyncio.create_task(outbox.wait_for_room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    message = await outbox.next()
+    assert message is not None
+    assert len(message.updates) == MAX_UNREAD_ENDS + 1
+    await asyncio.wait_for(waiting, PATIENCE_S)
