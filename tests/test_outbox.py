@@ -11,6 +11,8 @@ from tests.data_plane import PATIENCE_S
 from worker.engine import StepReport
 from worker.outbox import MAX_UNREAD_ENDS, Outbox, merged
 
+SNAPSHOT = Snapshot(10, 10, 0, 0, 0, 0, 0, 0)
+
 
 def test_merged_updates_are_the_two_in_order() -> None:
     before = Update(1, 0, (5, 6), (TokenLogprobs(5, -1.0),), (TokenLogprobs(1, None),), num_cached_tokens=3)
@@ -26,15 +28,28 @@ def test_merged_updates_are_the_two_in_order() -> None:
 async def test_what_waits_in_an_outbox_is_bounded_by_sequences_not_by_steps() -> None:
     outbox = Outbox()
     outbox.open(1, 1)
-    snapshot = Snapshot(10, 10, 0, 0, 0, 0, 0, 0)
     for step in range(500):
-        outbox.add(StepReport(((1, Update(9, 0, (step,))),), snapshot), draining=False)
+        outbox.add(StepReport(((1, Update(9, 0, (step,))),), SNAPSHOT), draining=False)
     message = await outbox.next()
     assert message is not None
     assert len(message.updates) == 1
     assert list(message.updates[0].tokens) == list(range(500))
     outbox.finish()
     assert await outbox.next() is None
+
+
+async def test_an_outbox_is_idle_when_the_last_end_was_sent() -> None:
+    outbox = Outbox()
+    assert outbox.is_idle
+    outbox.open(1, 2)
+    for index in range(2):
+        assert not outbox.is_idle
+        end = Update(9, index, finish_reason=FinishReason.STOP)
+        outbox.add(StepReport(((1, end),), SNAPSHOT), draining=False)
+        assert await outbox.next() is not None
+    assert not outbox.is_idle
+    outbox.note_sent()
+    assert outbox.is_idle
 
 
 async def test_a_gateway_that_does_not_read_its_refusals_is_not_read_from() -> None:

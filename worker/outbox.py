@@ -27,6 +27,7 @@ class Outbox:
         self._refusals: list[tuple[int, RequestRefused]] = []
         self._snapshot: pb.Snapshot | None = None
         self._num_unread_ends = 0
+        self._is_sending = False
         self._finished = False
         self._news = asyncio.Event()
         self._room = asyncio.Event()
@@ -34,8 +35,8 @@ class Outbox:
 
     @property
     def is_idle(self) -> bool:
-        """No request is open and everything was given out."""
-        return not (self._open or self._updates or self._refusals)
+        """No request is open and everything was sent."""
+        return not (self._open or self._updates or self._refusals or self._is_sending)
 
     def check_new(self, request_id: int) -> None:
         """Raises `InvalidRequest` while the last news of a request of this id were not given out."""
@@ -73,7 +74,7 @@ class Outbox:
         await self._room.wait()
 
     async def next(self) -> pb.StepUpdates | None:
-        """Wait for news; all of them as one message. None when there will be none."""
+        """Wait for news; all of them as one message, to be sent before the next call. None when there will be none."""
         await self._news.wait()
         if not self._finished:
             self._news.clear()
@@ -87,8 +88,12 @@ class Outbox:
         message.updates.extend(wire.update_to_proto(request_id, refusal) for request_id, refusal in self._refusals)
         self._updates, self._refusals, self._snapshot = {}, [], None
         self._num_unread_ends = 0
+        self._is_sending = True
         self._room.set()
         return message
+
+    def note_sent(self) -> None:
+        self._is_sending = False
 
     def _note_end(self) -> None:
         self._num_unread_ends += 1

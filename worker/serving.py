@@ -142,6 +142,7 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
         await context.write(pb.StepUpdates(info=self._info))
         while (message := await outbox.next()) is not None:
             await context.write(message)
+            outbox.note_sent()
             self._sent.set()
 
     def _listener(self, outbox: Outbox) -> Listener:
