@@ -197,3 +197,13 @@ async def test_an_unforeseen_error_is_a_plain_500(caplog: pytest.LogCaptureFixtu
         error = refusal(await d.http.post("/v1/completions", json=PROMPT, headers={"origin": "http://x"}), 500)
     assert "secret" not in error["message"]
     assert "inner secret" in caplog.text
+
+
+async def test_below_a_prefix_the_same_paths_are_open() -> None:
+    async with desk(api_keys=("one",)) as d:
+        transport = httpx.ASGITransport(app=d.app, root_path="/llm")
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            assert (await http.get("/llm/health")).status_code == 200
+            assert (await http.post("/llm/v1/completions", json=PROMPT)).status_code == 401
+            key = {"authorization": "Bearer one"}
+            assert (await http.post("/llm/v1/completions", json=PROMPT, headers=key)).status_code == 200
