@@ -32,8 +32,9 @@ class CellCopier:
 
     `planes` are K and V of every layer, `[num_cells, num_kv_heads, head_dim]` each, alike and contiguous; they may be
     separate allocations. They must stay where they are: addresses are taken once, since taking them again costs
-    several times a launch. Cell indices are int32[n] on the pool's device; one outside the pool is the caller's error
-    and is checked only where it costs nothing, on the host.
+    several times a launch. Cell lists are int32[n], on the pool's device or in pinned host memory, n <= num_cells; an
+    index outside the pool is the caller's error and is checked only where it costs nothing, on the host. All calls are
+    of one stream: a list is copied to a fixed place that the next call writes again.
     """
 
     def __init__(self, planes: Sequence[Tensor]) -> None:
@@ -53,8 +54,11 @@ class CellCopier:
         # One view spans all planes, whatever else lies between them; only the planes themselves are touched.
         self._pool = _view(base, end - base, self._word_bytes)
         starts = [(address - base) // self._word_bytes for address in addresses]
-        self._starts_tensor = torch.tensor(starts, dtype=torch.int64, device=self.device)
-        self._starts = tensor_view(self._starts_tensor)
+        self._starts = _Viewed(torch.tensor(starts, dtype=torch.int64, device=self.device))
+        # Lists are copied here first, which costs a fraction of a new view.
+        self._sources, self._targets = (
+            _Viewed(torch.zeros(self.num_cells, dtype=torch.int32, device=self.device)) for _ in range(2)
+        )
 
     def buffer(self, num_cells: int) -> PackedCells:
         """A new buffer for up to `num_cells` cells, on the pool's device."""
@@ -72,41 +76,51 @@ class CellCopier:
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Cell `target[i]` becomes a copy of cell `source[i]`. No cell is in both lists, none twice in `target`."""
         assert len(source) == len(target)
-        self._launch(_kernels(self._wide).copy, self._indices(source), self._indices(target), len(source))
+        self._put(target, self._targets)
+        self._launch(_kernels(self._wide).copy, source, self._targets.view)
 
     def gather(self, cells: Tensor, packed: PackedCells) -> None:
         """Fill `packed`, read as `[num_planes, n, row_bytes]`, with `cells`."""
         assert len(cells) <= packed.capacity
-        self._launch(_kernels(self._wide).gather, self._indices(cells), packed.words, len(cells))
+        self._launch(_kernels(self._wide).gather, cells, packed.words)
 
     def scatter(self, packed: PackedCells, cells: Tensor) -> None:
         """The way back of `gather`: the same number of cells, none twice."""
         assert len(cells) <= packed.capacity
-        self._launch(_kernels(self._wide).scatter, self._indices(cells), packed.words, len(cells))
+        self._launch(_kernels(self._wide).scatter, cells, packed.words)
 
     @property
     def _wide(self) -> bool:
         return self._word_bytes == 16
 
-    def _indices(self, cells: Tensor) -> Any:
+    def _put(self, cells: Tensor, into: _Viewed) -> None:
         assert cells.dtype == torch.int32
-        assert cells.device == self.device
-        assert cells.is_contiguous()
+        assert len(cells) <= self.num_cells
         if cells.device.type == "cpu" and len(cells):
             assert int(cells.min()) >= 0
             assert int(cells.max()) < self.num_cells
-        return tensor_view(cells)
+        into.tensor[: len(cells)].copy_(cells, non_blocking=True)
 
-    def _launch(self, kernel: Any, first: Any, second: Any, num_cells: int) -> None:
+    def _launch(self, kernel: Any, cells: Tensor, other: Any) -> None:
+        num_cells = len(cells)
         if num_cells == 0:
             return
+        self._put(cells, self._sources)
         # A thread has four words in flight, so a quarter of a row's words is enough lanes.
         lanes = min(32, 1 << math.ceil(math.log2(max(1, self._row_words / 4))))
         rows = _THREADS // lanes if not SIMULATED else 2
         grid = (math.ceil(num_cells / rows), self.num_planes)
         kernel[grid, (lanes, rows), current_stream()](
-            self._pool, self._starts, first, second, num_cells, self._row_words
+            self._pool, self._starts.view, self._sources.view, other, num_cells, self._row_words
         )
+
+
+class _Viewed:
+    """A tensor, and the view that kernels use of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.view = tensor_view(tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def attend(
             HAS_WINDOW=window is not None,
             PRECISION="ieee" if exact else "tf32",
             num_warps=8 if long else 4,
-            num_stages=2 if exact else 3,
+            num_stages=2 if exact else 5,
         )
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 GROUP = tl.constexpr(64)
 CHUNK_GROUPS = tl.constexpr(64)
 CHUNK = tl.constexpr(64 * 64)
+LOOP_STAGES = tl.constexpr(1)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -138,6 +139,9 @@ def _draw_filtered(row_logits, max_g, groups, mass, coin, top_k, top_p, min_p, c
     if has_k:
         start = _group_threshold(key_g, tl.full(max_g.shape, 1.0, tl.float32), start, top, top_k - 1.0)
     elif min_p == 0:
+        # Tokens at x or below cannot make up the share 1 - p that top-p leaves out if all of them at x do not.
+        lowest = largest + tl.log(0.99 * (1 - top_p) * mass / vocab_size) * (LOG2_E / scale)
+        start = tl.minimum(tl.maximum(start, _floor_key(lowest, KEY_SHIFT)), top)
         start = _group_threshold(key_g, tl.exp2((max_g - largest) * scale), start, top, top_p * mass)
     is_listed = (key_g >= start).to(tl.int32)
     num_listed = tl.sum(is_listed, axis=0)
@@ -147,18 +151,18 @@ def _draw_filtered(row_logits, max_g, groups, mass, coin, top_k, top_p, min_p, c
     threshold = start
     if has_k:
         threshold = _threshold(row_logits, num_listed, start, top, top_k - 1.0, True, KEY_SHIFT)
-    above, num_above, tied = _measure(row_logits, num_listed, threshold, KEY_SHIFT)
-    one = tl.exp2((value_of(threshold, KEY_SHIFT) - largest) * scale)
-    num_tied = tl.minimum(tied, top_k - num_above)
+    above, one, tied, num_tied = 0.0, 0.0, NO_TOKEN + 0, NO_TOKEN + 0
+    if has_k | (min_p > 0):
+        above, one, num_above, tied = _measure(row_logits, num_listed, threshold, KEY_SHIFT)
+        num_tied = tl.minimum(tied, top_k - num_above)
+        mass = above + num_tied * one
     if top_p < 1:
-        # Without top-k and min-p the list need not hold all that is kept so far, but its mass is known.
-        limit = top_p * tl.where(has_k | (min_p > 0), above + num_tied * one, mass)
+        limit = top_p * mass
         k_threshold = threshold
         threshold = _threshold(row_logits, num_listed, k_threshold, top, limit, False, KEY_SHIFT)
-        above, num_above, tied = _measure(row_logits, num_listed, threshold, KEY_SHIFT)
-        one = tl.exp2((value_of(threshold, KEY_SHIFT) - largest) * scale)
+        above, one, num_above, tied = _measure(row_logits, num_listed, threshold, KEY_SHIFT)
         num_fitting = tl.minimum(tl.floor((limit - above) / one), 1e9).to(tl.int32) + 1
-        num_tied = tl.minimum(num_fitting, tl.where(threshold == k_threshold, num_tied, tied))
+        num_tied = tl.minimum(num_fitting, tl.where(threshold == k_threshold, tl.minimum(num_tied, tied), tied))
     last_tied = NO_TOKEN + 0
     if num_tied < tied:
         last_tied = _find(row_logits, num_listed, threshold, NO_TOKEN, num_tied - 0.5, True, KEY_SHIFT)
@@ -177,16 +181,17 @@ def _threshold(row_logits, num_listed, low, high, limit, BY_COUNT: tl.constexpr,
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         p1, p2, p3 = _pivots(low, high)
+        x1, x2, x3 = value_of(p1, KEY_SHIFT), value_of(p2, KEY_SHIFT), value_of(p3, KEY_SHIFT)
         a1 = tl.zeros((CHUNK_GROUPS, GROUP), tl.float32)
         a2 = tl.zeros((CHUNK_GROUPS, GROUP), tl.float32)
         a3 = tl.zeros((CHUNK_GROUPS, GROUP), tl.float32)
-        for first in range(0, num_listed, CHUNK_GROUPS):
-            _, mass, key = _load_block(row_logits, first, num_listed, KEY_SHIFT)
+        for first in tl.range(0, num_listed, CHUNK_GROUPS, num_stages=LOOP_STAGES):
+            _, mass, x = _load_block(row_logits, first, num_listed)
             if BY_COUNT:
                 mass = tl.full(mass.shape, 1.0, tl.float32)
-            a1 += tl.where(key > p1, mass, 0.0)
-            a2 += tl.where(key > p2, mass, 0.0)
-            a3 += tl.where(key > p3, mass, 0.0)
+            a1 += tl.where(x > x1, mass, 0.0)
+            a2 += tl.where(x > x2, mass, 0.0)
+            a3 += tl.where(x > x3, mass, 0.0)
         low, high = _narrow(low, high, p1, p2, p3, _sum(a1), _sum(a2), _sum(a3), limit)
     return low.to(tl.int32)
 
@@ -220,16 +225,18 @@ def _narrow(low, high, p1, p2, p3, a1, a2, a3, limit):
 
 @triton.jit
 def _measure(row_logits, num_listed, threshold, KEY_SHIFT: tl.constexpr):
-    """Mass above a threshold, number of tokens above it, number of tokens at it."""
+    """Mass above a threshold, mass of one token at it, number of tokens above it, number of tokens at it."""
+    largest, scale = row_logits[2], row_logits[3]
+    border = value_of(threshold, KEY_SHIFT)
     mass_above = tl.zeros((CHUNK_GROUPS, GROUP), tl.float32)
     num_above = tl.zeros((CHUNK_GROUPS, GROUP), tl.int32)
     num_at = tl.zeros((CHUNK_GROUPS, GROUP), tl.int32)
-    for first in range(0, num_listed, CHUNK_GROUPS):
-        _, mass, key = _load_block(row_logits, first, num_listed, KEY_SHIFT)
-        mass_above += tl.where(key > threshold, mass, 0.0)
-        num_above += (key > threshold).to(tl.int32)
-        num_at += (key == threshold).to(tl.int32)
-    return _sum(mass_above), _sum(num_above), _sum(num_at)
+    for first in tl.range(0, num_listed, CHUNK_GROUPS, num_stages=LOOP_STAGES):
+        _, mass, x = _load_block(row_logits, first, num_listed)
+        mass_above += tl.where(x > border, mass, 0.0)
+        num_above += (x > border).to(tl.int32)
+        num_at += (x == border).to(tl.int32)
+    return _sum(mass_above), tl.exp2((border - largest) * scale), _sum(num_above), _sum(num_at)
 
 
 @triton.jit
@@ -239,15 +246,16 @@ def _find(row_logits, num_listed, threshold, last_tied, target, BY_COUNT: tl.con
     Kept are those above the threshold and, up to `last_tied`, those at it. By count: a mass of 1 for each token at the
     threshold and none else.
     """
+    border = value_of(threshold, KEY_SHIFT)
     found = NO_TOKEN + 0
     passed = 0.0
     last = tl.zeros((CHUNK_GROUPS, GROUP), tl.int32)
-    for first in range(0, num_listed, CHUNK_GROUPS):
-        token, mass, key = _load_block(row_logits, first, num_listed, KEY_SHIFT)
+    for first in tl.range(0, num_listed, CHUNK_GROUPS, num_stages=LOOP_STAGES):
+        token, mass, x = _load_block(row_logits, first, num_listed)
         if BY_COUNT:
-            mass = tl.where(key == threshold, 1.0, 0.0)
+            mass = tl.where(x == border, 1.0, 0.0)
         else:
-            mass = tl.where((key > threshold) | ((key == threshold) & (token <= last_tied)), mass, 0.0)
+            mass = tl.where((x > border) | ((x == border) & (token <= last_tied)), mass, 0.0)
         last = tl.where(mass > 0, token, last)
         block_mass = _sum(mass)
         if (found == NO_TOKEN) & (passed + block_mass > target):
@@ -257,16 +265,15 @@ def _find(row_logits, num_listed, threshold, last_tied, target, BY_COUNT: tl.con
 
 
 @triton.jit
-def _load_block(row_logits, first, num_listed, KEY_SHIFT: tl.constexpr):
-    """Tokens, masses and keys of the listed groups from `first` on, [64, 64] each; what is not there weighs nothing
-    and has the lowest key."""
+def _load_block(row_logits, first, num_listed):
+    """Tokens, masses and logits of the listed groups from `first` on, [64, 64] each; -infinity where there is none."""
     logits, listed, largest, scale, vocab_size = row_logits
     position = first + tl.arange(0, CHUNK_GROUPS)
     group = tl.load(listed + position, mask=position < num_listed, other=0)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     is_there = (position < num_listed)[:, None] & (token < vocab_size)
     x = tl.load(logits + token, mask=is_there, other=float("-inf")).to(tl.float32)
-    return token, tl.exp2((x - largest) * scale), key_of(x, KEY_SHIFT)
+    return token, tl.exp2((x - largest) * scale), x
 
 
 @triton.jit
