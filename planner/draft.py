@@ -40,7 +40,7 @@ def pack(draft: Draft, number: int, memory: Memory, limits: Limits, metrics: Met
     for sequence, length in draft.takes.items():
         sequence.num_planned += length
         sequence.num_in_flight += 1
-    lone = all(chunk.length == 1 and chunk.samples and chunk.prompt_targets is None for chunk in chunks)
+    lone = all(chunk.length == 1 and chunk.samples for chunk in chunks)
     widths = limits.widths if lone else (1,)
     slices = plan_slices(draft.num_tokens, limits.max_prefill_tokens, limits.min_prefill_tokens, widths)
     metrics.count_step(slices, widths)
@@ -65,7 +65,7 @@ def _chunk(sequence: Sequence, length: int, memory: Memory) -> Chunk:
         samples=samples,
         sampling=sequence.sampling,
         prompt_targets=targets,
-        history=sequence.tokens.view(0, end) if samples and sequence.sampling.needs_history else None,
+        history=sequence.tokens.view(0, end) if samples and sequence.needs_history else None,
         num_prompt=sequence.num_prompt,
         masked=request.stop_token_ids if samples and num_generated < request.min_tokens else frozenset(),
     )

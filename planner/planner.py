@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.admission import check_request
 from planner.draft import pack
@@ -21,7 +21,7 @@ from planner.errors import QueueFull, RequestFailed, RequestRefused
 from planner.limits import Limits, Snapshot
 from planner.memory import Memory
 from planner.metrics import Metrics
-from planner.request import FinishReason, Request, Update
+from planner.request import FinishReason, Request, TokenLogprobs, Update
 from planner.schedule import Schedule
 from planner.sequence import Family, Sequence, accept
 from planner.step import Chunk, ChunkOutput, Step, StepResult
@@ -161,30 +161,45 @@ class Planner:
         assert bool(self._families) == self._schedule.busy, "a family without a sequence, or the reverse"
 
     def _apply(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput) -> list[Update]:
-        family, end = sequence.family, chunk.start + chunk.length
-        sequence.num_computed = end
-        self.metrics.num_prompt_tokens_computed += max(0, min(end, sequence.num_prompt) - chunk.start)
-        news = _news(family, sequence.index)
-        if family.owes_prompt_logprobs(sequence):
-            news = replace(news, prompt_logprobs=family.take_prompt_logprobs(chunk.start, output.prompt_logprobs))
+        family, request = sequence.family, sequence.family.request
+        sequence.num_computed = chunk.start + chunk.length
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         forked: list[Update] = []
+        if chunk.start < sequence.num_prompt:
+            if family.owes_prompt_logprobs(sequence):
+                prompt_logprobs = family.take_prompt_logprobs(chunk.start, output.prompt_logprobs)
+            forked = self._apply_prompt(sequence, chunk)
+        if sequence.finish_reason is not None:
+            return forked
         reason = None
-        if chunk.start < sequence.num_prompt <= end:
-            self._memory.publish(sequence, sequence.num_prompt)
-            forked = self._fork_from(sequence)
-            if family.request.max_tokens == 0:
-                reason = FinishReason.LENGTH
         if output.token is not None:
             sequence.tokens.append(output.token)
             self.metrics.num_tokens_generated += 1
-            logprobs = () if output.logprobs is None else (output.logprobs,)
-            news = replace(news, tokens=(output.token,), logprobs=logprobs)
             reason = sequence.reason_to_end(output.token)
-        if sequence.finish_reason is not None:
+        elif request.max_tokens == 0 and sequence.num_computed == sequence.num_prompt:
+            reason = FinishReason.LENGTH
+        elif not prompt_logprobs:
             return forked
         if reason is not None:
-            news = self._end(family, sequence.index, reason, news=news)
-        return [news, *forked] if reason or news.tokens or news.prompt_logprobs else forked
+            self._close(family, sequence.index, reason)
+        news = Update(
+            request_id=family.request_id,
+            index=sequence.index,
+            tokens=() if output.token is None else (output.token,),
+            logprobs=() if output.logprobs is None else (output.logprobs,),
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=family.num_cached_tokens or 0,
+            finish_reason=reason,
+        )
+        return [news, *forked]
+
+    def _apply_prompt(self, sequence: Sequence, chunk: Chunk) -> list[Update]:
+        """What a committed part of a prompt means for others: a prefix to share, and the forks that waited for it."""
+        self.metrics.num_prompt_tokens_computed += min(sequence.num_computed, sequence.num_prompt) - chunk.start
+        if sequence.num_computed < sequence.num_prompt:
+            return []
+        self._memory.publish(sequence, sequence.num_prompt)
+        return self._fork_from(sequence)
 
     def _fork_from(self, leader: Sequence) -> list[Update]:
         """Start the sequences that waited for this one to commit the prompt, or end them if nothing is to follow."""
@@ -210,15 +225,15 @@ class Planner:
             sequence.finish_reason = FinishReason.FAILED  # it had ended, and computed on for the others
         return [self._end(family, index, FinishReason.FAILED, error) for index in indices]
 
-    def _end(
-        self,
-        family: Family,
-        index: int,
-        reason: FinishReason,
-        error: RequestFailed | None = None,
-        news: Update | None = None,
-    ) -> Update:
-        """The terminal update of one sequence, on top of its other news; it leaves unless others need its prompt."""
+    def _end(self, family: Family, index: int, reason: FinishReason, error: RequestFailed | None = None) -> Update:
+        """End a sequence that has no other news; returns its terminal update."""
+        self._close(family, index, reason)
+        return Update(
+            family.request_id, index, num_cached_tokens=family.num_cached_tokens or 0, finish_reason=reason, error=error
+        )
+
+    def _close(self, family: Family, index: int, reason: FinishReason) -> None:
+        """Note that a sequence ends; it leaves unless others need the prompt that it computes."""
         self.metrics.finished[reason] += 1
         if index in family.unforked:
             family.unforked.discard(index)
@@ -229,9 +244,8 @@ class Planner:
             sequence.finish_reason = reason
             if sequence.has_left:
                 self._leave(sequence)
-        if not family.indices:
+        if not (family.live or family.unforked):
             del self._families[family.request_id]
-        return replace(news or _news(family, index), finish_reason=reason, error=error)
 
     def _dismiss_leader(self, family: Family) -> None:
         """Nobody waits to fork any more: a leader that had ended leaves."""
@@ -247,10 +261,6 @@ class Planner:
         """The cells of a sequence that has left, as soon as no step in flight holds them."""
         if sequence.has_left and not sequence.num_in_flight and sequence.cells_id is not None:
             self._memory.retire(sequence, reusable=sequence.finish_reason is not FinishReason.FAILED)
-
-
-def _news(family: Family, index: int) -> Update:
-    return Update(family.request_id, index, num_cached_tokens=family.num_cached_tokens or 0)
 
 
 def _check_result(step: Step, result: StepResult) -> None:

@@ -163,7 +163,7 @@ class PrefixIndex:
 
     def _forget_owned_end(self) -> None:
         """Forget the owned end of the least recently used leaf that has a cached cell above it."""
-        passed = []
+        passed: list[_Node] = []
         while not passed or not self._hides_cached(passed[-1]):
             leaf = self._pop_leaf()
             assert leaf is not None, "a cached cell that no leaf is below"

@@ -21,8 +21,10 @@ class Sequence:
 
     family: Family
     index: int
+    num_prompt: int
     tokens: Growable[np.int64]
     sampling: SamplingParams
+    needs_history: bool
     cells_id: int | None = None
     num_computed: int = 0
     num_planned: int = 0
@@ -33,10 +35,6 @@ class Sequence:
     def order(self) -> tuple[int, int, int]:
         """Who goes first: lower priority, then earlier arrival, then lower index."""
         return self.family.request.priority, self.family.request_id, self.index
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.family.request.prompt)
 
     @property
     def has_left(self) -> bool:
@@ -64,9 +62,8 @@ class Sequence:
             return False
         if self.num_to_feed > 0:
             return True
-        request = self.family.request
         num_generated = len(self.tokens) + 1 - self.num_prompt
-        return num_generated < request.max_tokens and not self.sampling.needs_history
+        return num_generated < self.family.request.max_tokens and not self.needs_history
 
     def reason_to_end(self, token: int) -> FinishReason | None:
         """Why the sequence ends with the token just appended, if it does. A stop token wins over the budget."""
@@ -88,7 +85,8 @@ class Family:
 
     Index 0 leads: it computes the prompt, and the `unforked` indices fork from it when the prompt is committed.
     `leader` is that sequence while others wait for it, and it computes on for their sake even when its own answer has
-    already ended. `live` has the sequences that still owe their terminal update, by index.
+    already ended. `live` has the sequences that still owe their terminal update, by index. `num_cached_tokens` is what
+    the prefix index knew of the prompt when it was first admitted; None before.
     """
 
     request_id: int
@@ -110,8 +108,10 @@ class Family:
         sequence = Sequence(
             family=self,
             index=index,
+            num_prompt=len(self.request.prompt),
             tokens=Growable(np.asarray(self.request.prompt, np.int64)),
             sampling=replace(sampling, seed=sequence_seed(sampling.seed, index)),
+            needs_history=sampling.needs_history,
         )
         self.live[index] = sequence
         return sequence

@@ -169,9 +169,8 @@ class PlannerLife:
                 assert chunk.length == 1
                 assert self.in_flight
                 assert not chunk.sampling.needs_history
-            if chunk.samples and chunk.sampling.needs_history:
-                assert chunk.history is not None
-                assert len(chunk.history) == chunk.start + chunk.length
+            assert (chunk.history is not None) == (chunk.samples and chunk.sampling.needs_history)
+            assert chunk.history is None or len(chunk.history) == chunk.start + chunk.length
 
     def hear(self, updates: list[Update]) -> None:
         assert len({(update.request_id, update.index) for update in updates}) == len(updates)

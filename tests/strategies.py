@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from planner.limits import Limits
 from planner.request import Request, SamplingParams
+
+# A busy machine is no failure: no deadline an example, no complaint about slow generation.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
 def prompts(vocab_size: int, max_size: int) -> st.SearchStrategy[list[int]]:

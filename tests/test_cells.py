@@ -20,7 +20,7 @@ def counts(table: CellTable) -> tuple[int, int, int]:
 
 
 def cells(table: CellTable, sequence: int) -> list[int]:
-    return table.cells(sequence).tolist()
+    return [int(cell) for cell in table.cells(sequence)]
 
 
 def opened(table: CellTable, *lengths: int) -> list[int]:

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from planner.cells import CellTable
 from planner.prefix import PrefixIndex
+from tests.strategies import UNHURRIED
 
 CAPACITY = 16
 
@@ -114,7 +115,7 @@ class CellMachine(RuleBasedStateMachine):
 
 
 TestCellMachine = CellMachine.TestCase
-TestCellMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestCellMachine.settings = settings(UNHURRIED, max_examples=40, stateful_step_count=40)
 
 
 class PrefixModel:

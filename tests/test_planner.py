@@ -207,11 +207,12 @@ def test_a_draw_with_penalties_is_told_the_history_and_others_are_not() -> None:
     life = new_life()
     life.submit(fake_request([1, 2, 3], 2, sampling=SamplingParams(presence_penalty=1.0)))
     life.submit(fake_request([4, 5], 2))
-    (first, other), (update, _) = (part if i else part.chunks for i, part in enumerate(life.step()))
+    step, (update, _) = life.step()
+    first, other = step.chunks
     assert first.history is not None
     assert first.history.tolist() == [1, 2, 3]
     assert other.history is None
-    (first, _), _ = (part if i else part.chunks for i, part in enumerate(life.step()))
+    first = life.step()[0].chunks[0]
     assert first.history is not None
     assert first.history.tolist() == [1, 2, 3, *update.tokens]
 

@@ -63,9 +63,9 @@ def test_the_others_still_get_their_answer_when_index_zero_is_cancelled_in_its_p
     life.step()
     life.cancel(1, {0})
     assert life.planner.cancel(1, [0]) == []
-    while life.planner.has_work:
-        step, _ = life.step()
-        assert all(chunk.samples or chunk.start < 20 for chunk in step.chunks)
+    leading = [life.step()[0].chunks[0] for _ in range(2)]
+    assert [(chunk.start, chunk.samples) for chunk in leading] == [(8, False), (16, False)]
+    assert life.planner.snapshot().owned_cells == 19, "the leader left when the others had forked"
     life.finish()
     assert life.ended == {
         (1, 0): FinishReason.CANCELLED,
@@ -99,11 +99,13 @@ def test_a_failed_prompt_fails_all_that_waited_for_it(cancel_first: bool) -> Non
     life = new_life(max_batched_tokens=8)
     life.submit(fake_request(range(12), 3, n=3))
     life.step()
+    assert life.planner.snapshot().owned_cells == 8
     if cancel_first:
         life.cancel(1, {0})
     _, updates = life.step(failing_slice=0)
     assert [update.index for update in updates] == ([1, 2] if cancel_first else [0, 1, 2])
     assert all(update.finish_reason is FinishReason.FAILED and update.error for update in updates)
+    assert life.planner.snapshot().free_cells == 256, "what a failed sequence computed is not reused"
     life.finish()
 
 
@@ -179,6 +181,19 @@ def test_a_preempted_prompt_does_not_tell_a_log_probability_twice() -> None:
     life.finish()
     assert life.planner.metrics.num_preemptions > 0
     assert told(life, 2) == list(range(20, 35))
+
+
+def test_a_prompt_preempted_half_way_goes_on_telling_where_it_stopped() -> None:
+    life = new_life(capacity=20, max_batched_tokens=4, max_num_seqs=3, prefix_caching=False)
+    life.submit(fake_request([1], 15))
+    for _ in range(6):
+        life.step()
+    life.submit(fake_request(range(20, 32), 2, prompt_logprobs=True))
+    while not life.planner.metrics.num_preemptions:
+        life.step()
+    assert 1 < len(told(life, 2)) < 12
+    life.finish()
+    assert told(life, 2) == list(range(20, 32))
 
 
 def test_once_all_is_told_a_preempted_sequence_may_use_the_index_again() -> None:

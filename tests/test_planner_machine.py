@@ -7,14 +7,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from planner.limits import Limits
 from planner.request import Request, SamplingParams
 from tests.planner_life import PlannerLife
-from tests.strategies import requests, tight_limits
+from tests.strategies import UNHURRIED, requests, tight_limits
 
 VOCAB_SIZE = 6
 MAX_PROMPT = 12
@@ -81,22 +81,20 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 TestPlannerMachine = PlannerMachine.TestCase
-TestPlannerMachine.settings = settings(
-    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestPlannerMachine.settings = settings(UNHURRIED, max_examples=30, stateful_step_count=40)
 
 
 def random_limits(lot: random.Random, depth: int) -> Limits:
     widest, max_num_seqs = lot.randint(2, 12), lot.randint(3, 6)
     return Limits(
-        capacity=lot.randint(18, 40),
+        capacity=lot.randint(18, 32),
         context=32,
         vocab_size=VOCAB_SIZE,
         max_prefill_tokens=widest,
         min_prefill_tokens=lot.randint(2, widest),
         widths=lot.choice([(1,), (1, 2, 4, 8)]),
         max_num_seqs=max_num_seqs,
-        max_batched_tokens=lot.randint(max_num_seqs + 1, 16),
+        max_batched_tokens=lot.randint(max_num_seqs + 1, max_num_seqs + 6),
         prefill_chunk_tokens=lot.randint(1, 8),
         max_waiting=6,
         max_steps_in_flight=depth,

@@ -224,6 +224,19 @@ def test_an_older_prompt_takes_cells_from_newer_decodes() -> None:
     life.finish()
 
 
+def test_a_prompt_preempted_in_this_very_step_gets_no_turn_in_it() -> None:
+    """An old decode grows beside two prompts until the older one takes the cells of the newer one."""
+    life = new_life(capacity=19, max_batched_tokens=4, max_num_seqs=3, prefill_chunk_tokens=4, prefix_caching=False)
+    life.submit(fake_request([1], 17))
+    life.step()
+    life.submit(fake_request(range(20, 28), 2))
+    life.submit(fake_request(range(40, 48), 2))
+    while not life.planner.metrics.num_preemptions:
+        step, _ = life.step()
+    assert [chunk.sequence_id for chunk in step.chunks] == [1, 2]
+    life.finish()
+
+
 def test_executors_are_told_which_cell_lists_are_gone() -> None:
     life = new_life(capacity=20, prefix_caching=False)
     life.submit(fake_request([1, 2], 1))

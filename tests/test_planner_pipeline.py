@@ -73,7 +73,6 @@ def test_a_stop_found_late_costs_one_discarded_token() -> None:
     (update,) = life.settle()
     assert (update.tokens, update.finish_reason) == ((9,), FinishReason.STOP)
     assert owned(life) == 5, "a step in flight still writes to the last cell"
-    assert life.planner.has_work
     assert life.planner.plan() is None
     assert life.settle() == []
     assert owned(life) == 0

@@ -17,7 +17,7 @@ class Pool:
         self.index = PrefixIndex(self.table, enabled=enabled)
 
     def match(self, tokens: list[int]) -> list[int]:
-        return self.index.match(np.array(tokens, np.int64)).tolist()
+        return [int(cell) for cell in self.index.match(np.array(tokens, np.int64))]
 
     def run(self, tokens: list[int], *, ends: bool = True) -> int:
         """A sequence of these tokens is computed on what is known, is committed, and ends unless it shall live on."""

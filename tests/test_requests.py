@@ -23,7 +23,7 @@ from planner.errors import (
 from planner.limits import Limits
 from planner.planner import Planner
 from planner.request import Request, SamplingParams, sequence_seed
-from tests.strategies import requests
+from tests.strategies import UNHURRIED, requests
 
 
 def request(prompt: list[int] | None = None, max_tokens: int = 4, **changes: Any) -> Request:
@@ -107,6 +107,7 @@ def test_no_token_at_all_can_be_asked_for_only_with_prompt_logprobs() -> None:
     assert request(max_tokens=0, prompt_logprobs=True).max_tokens == 0
 
 
+@UNHURRIED
 @given(seed=st.integers(0, 2**64 - 1), index=st.integers(0, 2**16))
 def test_every_index_draws_from_a_stream_of_its_own(seed: int, index: int) -> None:
     assert sequence_seed(seed, 0) == seed
@@ -134,7 +135,9 @@ def test_a_worker_refuses_what_its_program_does_not_have(changes: dict[str, Any]
 
 
 def test_prompt_and_answer_must_fit_the_context() -> None:
-    with pytest.raises(ContextLengthExceeded, match=r"has 30 tokens and max_tokens is 3: 33 together.*is 32") as refusal:
+    with pytest.raises(
+        ContextLengthExceeded, match=r"has 30 tokens and max_tokens is 3: 33 together.*is 32"
+    ) as refusal:
         planner(capacity=64).submit(request([1] * 30, 3))
     assert refusal.value.param == "max_tokens"
     planner(capacity=64).submit(request([1] * 30, 2))
@@ -170,6 +173,7 @@ def test_a_full_queue_refuses_and_keeps_what_it_has() -> None:
     assert full.submit(request()) == 3
 
 
+@UNHURRIED
 @given(requests(vocab_size=10, max_prompt=8, max_tokens=4, max_n=4))
 def test_what_the_strategies_make_is_accepted(made: Request) -> None:
     assert planner().submit(made) == 1

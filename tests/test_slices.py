@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from planner import Method, SelectedRows, Slice, decode_width, pad_selector, plan_slices, select_rows
 from planner.errors import InvalidConfiguration, SetupError
+from tests.strategies import UNHURRIED
 
 
 def plan(total: int, widest: int, narrowest: int, widths: tuple[int, ...] = (1,)) -> str:
@@ -97,6 +98,7 @@ def test_a_ladder_lets_lone_decodes_share_a_forward(
     assert plan(total, widest, narrowest, widths) == expected
 
 
+@UNHURRIED
 @given(
     total=st.integers(-5, 400),
     widest=st.integers(1, 64),
@@ -117,6 +119,7 @@ def test_slices_cover_the_axis_in_order_and_within_the_program(
     assert at == max(0, total)
 
 
+@UNHURRIED
 @given(total=st.integers(0, 400), widest=st.integers(1, 64), narrowest=st.integers(0, 70))
 def test_without_a_ladder_a_decode_is_one_token(total: int, widest: int, narrowest: int) -> None:
     slices = plan_slices(total, widest, narrowest)
@@ -152,6 +155,7 @@ def test_rows_are_selected_relative_to_the_slice(
     assert select_rows([2, None, 5, 9], offset, length) == SelectedRows(selector, chunks)
 
 
+@UNHURRIED
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=12),
     widest=st.integers(1, 10),
