@@ -126,7 +126,7 @@ class Planner:
         """
         if not self._in_flight or self._in_flight[0].step is not step:
             raise ValueError(f"step {step.number} is not the oldest in flight")
-        _check_result(step, result)
+        _check_result(step, result, self.limits.vocab_size)
         flight = self._in_flight.popleft()
         self._last_committed = step.number
         updates: list[Update] = []
@@ -263,10 +263,18 @@ class Planner:
             self._memory.retire(sequence, reusable=sequence.finish_reason is not FinishReason.FAILED)
 
 
-def _check_result(step: Step, result: StepResult) -> None:
-    """Raise ValueError unless there is an outcome a chunk, with a token exactly where one was to be drawn."""
+def _check_result(step: Step, result: StepResult, vocab_size: int) -> None:
+    """Raise ValueError unless there is an outcome a chunk, and each output holds what its chunk asked for."""
     if len(result.outcomes) != len(step.chunks):
         raise ValueError(f"step {step.number} has {len(step.chunks)} chunks and {len(result.outcomes)} outcomes")
     for chunk, outcome in zip(step.chunks, result.outcomes, strict=True):
-        if isinstance(outcome, ChunkOutput) and (outcome.token is not None) != chunk.samples:
-            raise ValueError(f"sequence {chunk.sequence_id} has {outcome.token} for a token of step {step.number}")
+        if isinstance(outcome, RequestFailed):
+            continue
+        whose = f"sequence {chunk.sequence_id} of step {step.number}"
+        if (outcome.token is not None) != chunk.samples:
+            raise ValueError(f"{whose} {'samples' if chunk.samples else 'does not sample'}, and has {outcome.token}")
+        if outcome.token is not None and not 0 <= outcome.token < vocab_size:
+            raise ValueError(f"{whose} has token id {outcome.token}, and the vocabulary is [0, {vocab_size})")
+        num_targets = 0 if chunk.prompt_targets is None else len(chunk.prompt_targets)
+        if len(outcome.prompt_logprobs) != num_targets:
+            raise ValueError(f"{whose} has {len(outcome.prompt_logprobs)} of {num_targets} prompt log probabilities")

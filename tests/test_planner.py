@@ -1,14 +1,15 @@
 """How a step is packed, how sequences end, and what a planner refuses (statements 54-66 and 74-75).
 
 Turns differ from the reference on purpose: a chunk is cut to what is left of the budget instead of being skipped, and
-the chunks that one sequence gets in a step are one chunk, so no order within a step has to be kept.
+the chunks that one sequence gets in a step are one chunk. So a sequence never has a decode and a chunk, or two decodes,
+in one step (statements 59 and 60).
 """
 
 from __future__ import annotations
 
 import pytest
 
-from planner.request import FinishReason, SamplingParams, Update
+from planner.request import FinishReason, SamplingParams, TokenLogprobs, Update
 from planner.slices import Method
 from planner.step import ChunkOutput, Step, StepResult
 from tests.fakes import fake_request
@@ -64,6 +65,14 @@ def test_the_last_sampled_token_is_pending_until_it_is_fed() -> None:
     assert (chunk.start, chunk.tokens.tolist()) == (3, list(first.tokens))
     assert last.finish_reason is FinishReason.LENGTH
     assert life.planner.snapshot().free_cells == 256
+
+
+def test_no_more_sequences_run_than_may() -> None:
+    """Statement 55: three decodes and a cap of two. Ours caps the running sequences, so each of them decodes on."""
+    life = new_life(max_num_seqs=2)
+    for token in range(3):
+        life.submit(fake_request([token], 2))
+    assert [[sequence for sequence, _ in lengths(life.step()[0])] for _ in range(4)] == [[1, 2], [1, 2], [3], [3]]
 
 
 def test_decodes_come_first_in_admission_order() -> None:
@@ -253,14 +262,22 @@ def test_a_failed_forward_ends_only_the_sequences_it_held() -> None:
 
 def test_a_commit_takes_only_the_oldest_step_and_a_result_that_fits_it() -> None:
     life = new_life()
-    submit_prompts(life, 4, 3)
+    submit_prompts(life, 4)
+    life.submit(fake_request([1, 2], 2, prompt_logprobs=True))
     step = life.planner.plan()
     assert step is not None
     assert life.planner.plan() is None
-    good = StepResult([ChunkOutput(5), ChunkOutput(6)])
+    first, told = ChunkOutput(5), (TokenLogprobs(2, -1.0),)
+    good = StepResult([first, ChunkOutput(6, None, told)])
     before = life.planner.snapshot()
-    for wrong in ([ChunkOutput(5)], [ChunkOutput(5), ChunkOutput()], []):
-        with pytest.raises(ValueError, match=r"step 1|sequence 2"):
+    for wrong, message in (
+        ([], "step 1 has 2 chunks and 0 outcomes"),
+        ([first], "step 1 has 2 chunks and 1 outcomes"),
+        ([first, ChunkOutput(None, None, told)], "sequence 2 of step 1 samples, and has None"),
+        ([first, ChunkOutput(100, None, told)], "sequence 2 of step 1 has token id 100, and the vocabulary is"),
+        ([first, ChunkOutput(6)], "sequence 2 of step 1 has 0 of 1 prompt log probabilities"),
+    ):
+        with pytest.raises(ValueError, match=message):
             life.planner.commit(step, StepResult(wrong))
     with pytest.raises(ValueError, match="step 7 is not the oldest"):
         life.planner.commit(Step(7, step.chunks, step.slices), good)
