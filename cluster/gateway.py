@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +52,6 @@ class Gateway:
     async def check_health(self) -> None:
         if self._streams.fault is not None:
             raise RuntimeError("a stream to a worker met a fault of ours") from self._streams.fault
-
-    async def holds_module(self, name: str) -> bool:
-        """Whether this process has imported a module; for tests and support, not over HTTP."""
-        return name in sys.modules
 
     async def __del__(self) -> None:
         """Serve's shutdown hook, after the requests that ran here have ended or the time for that is up."""

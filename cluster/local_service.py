@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application, RunTarget
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
@@ -111,7 +112,7 @@ class LocalService:
                 http_options={"host": self._host, "port": self._port},
                 logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
             )
-        except (RuntimeError, TimeoutError) as error:  # what a front raised that did not come up
+        except (RayError, RuntimeError, TimeoutError) as error:  # what a front raised that did not come up
             raise SetupError(f"the front could not start: {str(error).strip().splitlines()[-1]}") from error
         target = RunTarget(target=application, name=APP_NAME, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)

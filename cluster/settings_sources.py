@@ -78,6 +78,8 @@ def _as_flags(action: argparse.Action, name: str, value: Any) -> list[str]:
         if truth not in ("true", "false", "1", "0"):
             raise InvalidConfiguration(f"{name} must be true or false, not {value!r}", param=name)
         return [flag if truth in ("true", "1") else f"--no-{name.replace('_', '-')}"]
+    if isinstance(value, dict) or (isinstance(value, list) and not _repeats(action)):
+        raise InvalidConfiguration(f"{name} takes one value, not {value!r}", param=name)
     return [f"{flag}={item}" for item in (value if isinstance(value, list) else [value])]
 
 

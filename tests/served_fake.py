@@ -1,10 +1,9 @@
-"""An executor for served tests: the fake with the vocabulary of the real tokenizer, and a step that takes time."""
+"""An executor for served tests: the fake with the vocabulary of the tiny tokenizer, and a step that takes time."""
 
 from __future__ import annotations
 
-import os
-
 from tests.fakes import FakeExecutor, fake_info
+from tests.tiny_text import tiny_text
 from worker.config import EngineConfig
 
 STEP_TIME_S = 0.02
@@ -14,10 +13,9 @@ def make_executor(config: EngineConfig) -> FakeExecutor:
     """Named by its import path in the settings of a service; made in each worker's process."""
     return FakeExecutor(
         fake_info(
-            name=f"fake-{os.getpid()}",
-            vocab_size=49_152,
-            context=config.max_model_len or 1024,
-            num_cells=config.max_cells or 8192,
+            vocab_size=tiny_text().vocab_size,
+            context=config.max_model_len or 4096,
+            num_cells=config.max_cells or 65_536,
             max_prefill_tokens=config.max_prefill_tokens,
             min_prefill_tokens=config.min_prefill_tokens,
             widths=config.decode_widths,

@@ -60,6 +60,7 @@ def test_lists_and_switches_come_from_yaml_too(tmp_path: Path) -> None:
     [
         ("max_cell: 5\n", "unknown setting 'max_cell'"),
         ("prefix_caching: perhaps\n", "prefix_caching must be true or false"),
+        ("port: [1, 2]\n", "port takes one value"),
         ("- a\n- b\n", "must hold settings by name"),
         ("a: [\n", "is not YAML"),
         ("config: other.yaml\n", "unknown setting 'config'"),

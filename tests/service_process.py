@@ -1,0 +1,114 @@
+"""`raycomb serve` as a process of its own, and what can be seen of its processes from outside. No Ray in here."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from cluster.front import free_ports
+from tests.tiny_text import EOS, SPECIALS, TEMPLATE, tiny_tokenizer
+
+ROOT = Path(__file__).parent.parent
+MARK = "RAYCOMB_TEST_MARK"
+
+
+def tiny_checkpoint(folder: Path) -> Path:
+    """A checkpoint with a text side and no weights; the fake executor needs none."""
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    texts = {"chat_template": TEMPLATE, "bos_token": SPECIALS[1], "eos_token": SPECIALS[2]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(texts))
+    return folder
+
+
+class ServiceProcess:
+    """One run of the command. All processes that it starts carry a mark in their environment."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.mark = uuid.uuid4().hex
+        (self.port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYCOMB_"))}
+        environment |= {MARK: self.mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-m", "cluster.cli", "serve", *arguments, "--port", str(self.port)]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.output: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for_line(self, part: str, timeout_s: float) -> str:
+        """The first line from now on that holds `part`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {part!r} within {timeout_s} s in:\n{''.join(self.output)}") from None
+            if part in line:
+                return line
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code."""
+        code = self._process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return code
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def processes(self, title: str = "") -> list[psutil.Process]:
+        """Processes of this run whose title holds `title`, oldest first."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if title in " ".join(process.cmdline()) and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return sorted(found, key=lambda process: process.create_time())
+
+    def kill_rest(self) -> None:
+        """End what a failed test may have left. Only processes of this run."""
+        for process in self.processes():
+            if process.is_running():
+                process.kill()
+        self._process.wait(10)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.output.append(line)
+            self._lines.put(line)
+
+
+@contextmanager
+def running_service(*arguments: str) -> Iterator[ServiceProcess]:
+    service = ServiceProcess(*arguments)
+    try:
+        yield service
+    finally:
+        service.kill_rest()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.1)
