@@ -193,7 +193,8 @@ def _threshold(row_logits, num_listed, low, high, limit, BY_COUNT: tl.constexpr,
             a2 += tl.where(x > x2, mass, 0.0)
             a3 += tl.where(x > x3, mass, 0.0)
         low, high = _narrow(low, high, p1, p2, p3, _sum(a1), _sum(a2), _sum(a3), limit)
-    return low.to(tl.int32)
+    # The key below 0 is that of -0.0, which compares as 0.0 does.
+    return tl.where(low == -1, 0, low).to(tl.int32)
 
 
 @triton.jit
