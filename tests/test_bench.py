@@ -343,21 +343,6 @@ def test_the_offline_engine_has_room_for_the_widest_batch_and_no_prefix_cache(tm
     assert (config.max_num_seqs, config.prefix_caching, config.max_cells) == (200, False, 900)
 
 
-def test_a_floor_counts_every_weight_once_and_every_sequences_cells() -> None:
-    from worker.roofline import decode_floor_s
-
-    floor = decode_floor_s(batch=4, context=10, weight_bytes=1000, bytes_per_cell=5, bandwidth=100.0)
-    assert floor == pytest.approx((1000 + 4 * 10 * 5) / 100)
-
-
-def test_what_the_machine_can_do_is_measured() -> None:
-    from worker.roofline import measure_bandwidth, measure_matmul_rate
-
-    bandwidth = measure_bandwidth("cpu", block_bytes=2**20)
-    assert bandwidth.best == max(bandwidth.copy, bandwidth.read) > 0
-    assert measure_matmul_rate(2, "cpu", width=64, total_bytes=2**16) > 0
-
-
 def test_the_stepping_executor_takes_its_time_and_says_when_a_token_left() -> None:
     executor = stepping_executor.make(engine_config("unused", {"max_num_seqs": 16}))
     request = fake_request([1, 2, 3], 4, sampling=SamplingParams(logprobs=0))
