@@ -20,7 +20,7 @@ ALLOWED_OURS = {
 ALLOWED_OTHERS = {
     "planner": {"numpy"},
     "protos": {"google", "grpc", "grpc_tools", "pydantic"},
-    "worker": {"numpy", "torch", "triton", "numba", "safetensors", "gguf", "pydantic", "grpc", "google"},
+    "worker": {"numpy", "torch", "triton", "numba", "llvmlite", "safetensors", "gguf", "pydantic", "grpc", "google"},
 }
 TORCH_FREE_WORKER = ("worker.config", "worker.engine", "worker.executor", "worker.serving", "worker.wire")
 
