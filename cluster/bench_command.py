@@ -20,6 +20,7 @@ from worker.config import EngineConfig
 from worker.executor import ProgramInfo
 
 BATCH_SIZES = (1, 8, 32)
+MIXED_PROMPTS = 256
 # Settings that the load itself decides, so that no flag of the engine's sets them.
 OWN_SETTINGS = frozenset({"seed", "prefix_caching", "max_waiting"})
 # Flags that only some loads read; giving one to another load is refused.
@@ -62,7 +63,7 @@ def execute_offline(args: argparse.Namespace) -> int:
 
 
 def offline_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine that the flags ask for. Raises `InvalidConfiguration` for a flag that the load would not read."""
+    """The engine that the flags ask for: unless told otherwise, all sequences of the load run at once. Raises `InvalidConfiguration` for a flag that the load would not read."""
     for name, readers in READERS.items():
         if getattr(args, name) is not None and args.workload not in readers:
             flag = f"--{name.replace('_', '-')}"
@@ -72,6 +73,8 @@ def offline_config(args: argparse.Namespace) -> EngineConfig:
     settings["prefix_caching"] = False
     if args.workload is Workload.DECODE:
         settings.setdefault("max_num_seqs", max(args.batch_sizes or BATCH_SIZES))
+    if args.workload is Workload.MIXED:
+        settings.setdefault("max_num_seqs", args.num_prompts or MIXED_PROMPTS)
     return engine_config(str(resolve(args.model, report=print)), settings)
 
 
@@ -86,7 +89,7 @@ def measure(engine: OfflineEngine, args: argparse.Namespace, config: EngineConfi
             sizes = args.batch_sizes or BATCH_SIZES
             points = [bench.decode(batch, input_len=input_len, output_len=output_len) for batch in sizes]
         case Workload.MIXED:
-            points = [bench.mixed(args.num_prompts or 256, tuple(args.length_range or (100, 1024)))]
+            points = [bench.mixed(args.num_prompts or MIXED_PROMPTS, tuple(args.length_range or (100, 1024)))]
         case _:
             points = [bench.prefill(args.num_prompts or 64, input_len=args.input_len or 2048)]
     return {

@@ -341,6 +341,8 @@ def test_the_offline_engine_has_room_for_the_widest_batch_and_no_prefix_cache(tm
     (tmp_path / "config.json").write_text("{}")
     config = bench_command.offline_config(offline_args(str(tmp_path), "--batch-sizes", "1,200", "--max-cells", "900"))
     assert (config.max_num_seqs, config.prefix_caching, config.max_cells) == (200, False, 900)
+    config = bench_command.offline_config(offline_args(str(tmp_path), "--workload", "mixed", "--num-prompts", "77"))
+    assert config.max_num_seqs == 77
 
 
 def test_the_stepping_executor_takes_its_time_and_says_when_a_token_left() -> None:
