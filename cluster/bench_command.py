@@ -63,7 +63,10 @@ def execute_offline(args: argparse.Namespace) -> int:
 
 
 def offline_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine that the flags ask for: unless told otherwise, all sequences of the load run at once. Raises `InvalidConfiguration` for a flag that the load would not read."""
+    """The engine that the flags ask for; unless told otherwise all sequences of the load run at once.
+
+    Raises `InvalidConfiguration` for a flag that the load would not read.
+    """
     for name, readers in READERS.items():
         if getattr(args, name) is not None and args.workload not in readers:
             flag = f"--{name.replace('_', '-')}"
