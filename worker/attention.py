@@ -18,7 +18,7 @@ from torch.nn import functional
 from planner.request import CellArray
 from worker.kv_pool import KvPool
 
-# Most (query, cell) pairs of one span: a longer one is cut by queries, which bounds the mask's memory.
+# Most (query, cell) pairs of a group, which bounds its mask. A longer span is cut by queries.
 _MAX_PAIRS = 1 << 19
 # Most gathered cells of one group, which bounds the copies of keys and values.
 _MAX_GATHERED_CELLS = 1 << 16
@@ -129,7 +129,10 @@ def _groups(spans: Sequence[Span], window: int | None, scratch_cell: int, device
             most_cells = max(_size(*pair)[1] for pair in (groups[-1][0], (span, first)))
             num_spans = len(groups[-1]) + 1
             padded = num_spans * most_queries * most_cells
-            if padded <= _MAX_PADDING * (work + queries * cells) and num_spans * most_cells <= _MAX_GATHERED_CELLS:
+            if (
+                padded <= min(_MAX_PADDING * (work + queries * cells), _MAX_PAIRS)
+                and num_spans * most_cells <= _MAX_GATHERED_CELLS
+            ):
                 groups[-1].append((span, first))
                 work += queries * cells
                 continue

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.request import TokenArray
-from planner.slices import Method, Slice
+from planner.slices import Method, Slice, pad_selector
 from planner.step import Chunk
 
 
@@ -50,7 +50,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Pieces laid end to end: T rows, `tokens` and `positions` int64[T]."""
+    """Pieces laid end to end: T rows, `tokens` and `positions` int64[T]. A token that only the device knows is 0."""
 
     pieces: tuple[Piece, ...]
     tokens: TokenArray
@@ -71,7 +71,7 @@ def selector(rows: Sequence[int], method: Method, min_prefill_tokens: int) -> li
     """The rows whose logits a forward computes: a prefill gives at least m, repeating the last; nobody reads those."""
     if not rows or method is Method.DECODE:
         return list(rows)
-    return [*rows, *[rows[-1]] * (min_prefill_tokens - len(rows))]
+    return list(pad_selector(rows, min_prefill_tokens))
 
 
 def _pieces(chunks: Sequence[Chunk], piece_of: Slice, wanted: Callable[[int], bool]) -> Iterator[Piece]:
@@ -86,5 +86,4 @@ def _pieces(chunks: Sequence[Chunk], piece_of: Slice, wanted: Callable[[int], bo
 
 
 def _tokens(chunk: Chunk) -> TokenArray:
-    assert chunk.tokens is not None, "with one step in flight every token has visited the host"
-    return chunk.tokens
+    return np.zeros(chunk.length, dtype=np.int64) if chunk.tokens is None else chunk.tokens

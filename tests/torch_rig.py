@@ -1,0 +1,118 @@
+"""Drives the torch executor with the real planner, and without it by single steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from planner.limits import Limits
+from planner.planner import Planner
+from planner.request import Request, SamplingParams, Update
+from planner.slices import Method, Slice
+from planner.step import Chunk, ChunkOutput, Step
+from worker.config import EngineConfig
+from worker.kv_pool import KvPool
+from worker.program import Program, load_program
+from worker.torch_executor import TorchExecutor
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def load(model: str, **settings: Any) -> Program:
+    """One thread: where cores are shared, waiting for a second one costs more than it brings."""
+    from torch import set_num_threads
+
+    set_num_threads(1)
+    return load_program(EngineConfig(model=model, device="cpu", dtype="float32", num_threads=1, **settings))
+
+
+def executor_of(program: Program, capacity: int, min_prefill_tokens: int = 2) -> TorchExecutor:
+    """An executor with a pool of its own over a program that others share."""
+    info = replace(program.info, num_cells=capacity, min_prefill_tokens=min_prefill_tokens)
+    decoder = program.decoder
+    pool = KvPool(info.num_layers, capacity, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
+    return TorchExecutor(info, decoder, pool)
+
+
+class Rig:
+    """A planner and an executor, run to the end of what was submitted."""
+
+    def __init__(self, executor: TorchExecutor, prefill_chunk_tokens: int = 512, max_num_seqs: int = 32) -> None:
+        info = executor.info
+        self.limits = Limits(
+            capacity=info.num_cells,
+            context=info.context,
+            vocab_size=info.vocab_size,
+            max_prefill_tokens=info.max_prefill_tokens,
+            min_prefill_tokens=info.min_prefill_tokens,
+            widths=(1, 2, 4, 8, 16, 32),
+            max_num_seqs=max_num_seqs,
+            prefill_chunk_tokens=prefill_chunk_tokens,
+        )
+        self.planner = Planner(self.limits)
+        self.executor = executor
+        self.num_steps = 0
+
+    def answer(self, requests: Sequence[Request]) -> list[list[list[int]]]:
+        """Run all together; for each request the tokens of each of its sequences."""
+        ids = [self.planner.submit(request) for request in requests]
+        answers: dict[int, list[list[int]]] = {
+            request_id: [[] for _ in range(request.n)] for request_id, request in zip(ids, requests, strict=True)
+        }
+        for update in self.run():
+            assert update.error is None, update.error
+            answers[update.request_id][update.index].extend(update.tokens)
+        return [answers[request_id] for request_id in ids]
+
+    def run(self) -> list[Update]:
+        updates: list[Update] = []
+        while (step := self.planner.plan()) is not None:
+            self.executor.launch(step)
+            updates += self.planner.commit(step, self.executor.collect())
+            self.planner.check()
+            self.num_steps += 1
+        return updates
+
+    def answer_alone(self, requests: Sequence[Request]) -> list[list[list[int]]]:
+        return [self.answer([request])[0] for request in requests]
+
+
+def request(prompt: Sequence[int], max_tokens: int, sampling: SamplingParams = GREEDY, **options: Any) -> Request:
+    return Request(np.array(prompt, dtype=np.int64), max_tokens, sampling, **options)
+
+
+def chunk(
+    tokens: Sequence[int],
+    cells: Sequence[int],
+    start: int = 0,
+    sampling: SamplingParams = GREEDY,
+    sequence_id: int = 1,
+    **options: Any,
+) -> Chunk:
+    """A chunk that samples unless told otherwise; `cells` are those of the whole sequence so far."""
+    return Chunk(
+        sequence_id=sequence_id,
+        start=start,
+        length=len(tokens),
+        cells=np.array(cells, dtype=np.int32),
+        tokens=np.array(tokens, dtype=np.int64),
+        samples=options.pop("samples", True),
+        sampling=sampling,
+        **options,
+    )
+
+
+def run_step(executor: TorchExecutor, chunks: Sequence[Chunk], slices: Sequence[Slice] = ()) -> list[Any]:
+    """Outcomes of one step; without `slices` it is one prefill."""
+    total = sum(c.length for c in chunks)
+    executor.launch(Step(1, tuple(chunks), tuple(slices) or (Slice(0, total, Method.PREFILL),)))
+    return list(executor.collect().outcomes)
+
+
+def token_of(outcome: Any) -> int:
+    assert isinstance(outcome, ChunkOutput), outcome
+    assert outcome.token is not None
+    return outcome.token
