@@ -11,6 +11,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import numpy as np
 import torch
@@ -257,7 +258,15 @@ def main() -> None:
         row.name: {"us": round(row.microseconds, 2), row.unit: round(row.rate, 3), "against": round(row.against, 3)}
         for row in rows
     }
-    config = {"device": torch.cuda.get_device_name(), "vocab_size": VOCAB_SIZE, "replays": REPLAYS, "seed": 0}
+    config = {
+        "device": torch.cuda.get_device_name(),
+        "triton": version("triton"),
+        "numba_cuda": version("numba-cuda"),
+        "cuda": torch.version.cuda,
+        "vocab_size": VOCAB_SIZE,
+        "replays": REPLAYS,
+        "seed": 0,
+    }
     record("kernels", config, figures, keep=keep)
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from worker import sampler_kernels
+from worker import sampler_kernels, sampler_layout
 
 # Low bits of a float32 that a value of the type never uses.
 _KEY_SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -26,9 +26,10 @@ class GpuSampler:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._num_chunks = triton.cdiv(vocab_size, sampler_kernels.CHUNK.value)
-        num_groups = self._num_chunks * sampler_kernels.CHUNK_GROUPS.value
+        self._num_chunks = triton.cdiv(vocab_size, sampler_layout.CHUNK.value)
+        num_groups = self._num_chunks * sampler_layout.CHUNK_GROUPS.value
         self._group_max = torch.empty(max_rows, num_groups, dtype=torch.float32, device=device)
+        self._group_mass = torch.empty_like(self._group_max)
         self._chunk_mass = torch.empty(max_rows, self._num_chunks, dtype=torch.float32, device=device)
         self._listed = torch.empty(max_rows, num_groups, dtype=torch.int32, device=device)
         # Of each filtered row: key of the threshold, and the last token kept at it. For tests; nothing else reads it.
@@ -68,6 +69,7 @@ class GpuSampler:
             row_slots,
             temperature,
             self._group_max,
+            self._group_mass,
             self._chunk_mass,
             logits.stride(0),
             self._vocab_size,
@@ -86,6 +88,7 @@ class GpuSampler:
             out_tokens,
             bad_rows,
             self._group_max,
+            self._group_mass,
             self._chunk_mass,
             self._listed,
             self.cut,
