@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from cluster.config import ServiceConfig, service_config
+from cluster.config import ServiceConfig, decide_device, service_config
 from cluster.gateway import Gateway
 from cluster.membership_router import MembershipRouter
 from cluster.worker import Worker
-from planner.errors import InvalidConfiguration
 
 MAX_ONGOING_REQUESTS = 100_000
 """Of one gateway. Serve must not queue in front of it: admission is ours, with typed refusals."""
@@ -64,17 +62,3 @@ def with_device_decided(config: ServiceConfig) -> ServiceConfig:
     """`config` for the cluster that this process is connected to, if any."""
     resources: dict[str, float] = ray.cluster_resources() if ray.is_initialized() else {}  # type: ignore[no-untyped-call]
     return config.on(decide_device(config, resources))
-
-
-def decide_device(config: ServiceConfig, resources: Mapping[str, float]) -> Literal["cpu", "cuda"]:
-    """What was asked for; "auto" is CUDA if the cluster has a GPU now, of which each worker gets one to itself."""
-    if config.engine.device != "auto":
-        return config.engine.device
-    num_gpus = int(resources.get("GPU", 0))
-    if 0 < num_gpus < config.num_workers:
-        raise InvalidConfiguration(
-            f"{config.num_workers} workers need a GPU each and the cluster has {num_gpus}: "
-            "ask for fewer workers, or say device cpu, or cuda to wait for more GPUs",
-            param="num_workers",
-        )
-    return "cuda" if num_gpus else "cpu"

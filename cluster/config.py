@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
@@ -66,6 +66,20 @@ def service_config(settings: dict[str, Any]) -> ServiceConfig:
         name = ".".join(map(str, first["loc"]))
         known = "unknown setting" if first["type"] == "extra_forbidden" else first["msg"]
         raise InvalidConfiguration(f"{name}: {known}", param=name) from fault
+
+
+def decide_device(config: ServiceConfig, resources: Mapping[str, float]) -> Literal["cpu", "cuda"]:
+    """What was asked for; "auto" is CUDA if the cluster has a GPU now, of which each worker gets one to itself."""
+    if config.engine.device != "auto":
+        return config.engine.device
+    num_gpus = int(resources.get("GPU", 0))
+    if 0 < num_gpus < config.num_workers:
+        raise InvalidConfiguration(
+            f"{config.num_workers} workers need a GPU each and the cluster has {num_gpus}: "
+            "ask for fewer workers, or say device cpu, or cuda to wait for more GPUs",
+            param="num_workers",
+        )
+    return "cuda" if num_gpus else "cpu"
 
 
 def load_executor_factory(path: str) -> Callable[[EngineConfig], Executor]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
 from planner.errors import RequestRefused, WorkerLost
 from planner.request import FinishReason, Request, Update
+from worker.outbox import merged
 
 SendCancel = Callable[[Collection[int] | None], None]
 
@@ -74,14 +74,3 @@ class RemoteGeneration:
         """The worker is gone: each sequence that still ran fails, after the tokens that did come."""
         for index in sorted(self._live):
             self.deliver(Update(self.request_id, index, finish_reason=FinishReason.FAILED, error=error))
-
-
-def merged(first: Update, second: Update) -> Update:
-    """One update that says what two consecutive ones of the same sequence said."""
-    return replace(
-        second,
-        tokens=first.tokens + second.tokens,
-        logprobs=first.logprobs + second.logprobs,
-        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
-        num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
-    )

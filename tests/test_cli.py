@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from cluster.cli import main, serve_parser
-from cluster.config import ServiceConfig, load_executor_factory, service_config
+from cluster.config import ServiceConfig, decide_device, load_executor_factory, service_config
 from cluster.deploy_errors import setup_error_in
 from cluster.front import Front, check_port, choose_front, free_ports, front_environment
 from cluster.settings_sources import merged_tokens
@@ -212,3 +212,32 @@ def test_a_service_is_not_changed_by_deciding_its_device() -> None:
     assert config.on("cpu").engine.device == "cpu"
     assert config.engine.device == "auto"
     assert config.on("cpu").secret == config.secret
+
+
+@pytest.mark.parametrize(
+    ("device", "resources", "decided"),
+    [
+        ("auto", {}, "cpu"),
+        ("auto", {"CPU": 8.0}, "cpu"),
+        ("auto", {"GPU": 2.0}, "cuda"),
+        ("cpu", {"GPU": 2.0}, "cpu"),
+        ("cuda", {}, "cuda"),
+    ],
+)
+def test_auto_is_cuda_where_the_cluster_has_gpus(device: str, resources: dict[str, float], decided: str) -> None:
+    config = service_config({"engine": {"model": "m", "device": device}, "num_workers": 2})
+    assert decide_device(config, resources) == decided
+
+
+def test_fewer_gpus_than_workers_is_a_question_and_not_a_guess() -> None:
+    config = service_config({"engine": {"model": "m"}, "num_workers": 2})
+    with pytest.raises(InvalidConfiguration, match="2 workers need a GPU each and the cluster has 1"):
+        decide_device(config, {"GPU": 1.0})
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_the_other_commands_are_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"usage: raycomb {command}" in capsys.readouterr().out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -15,7 +17,7 @@ import httpx
 import pytest
 
 from tests.served_fake import STEP_TIME_S
-from tests.service_process import ServiceProcess, running_service, tiny_checkpoint, wait_until
+from tests.service_process import ROOT, ServiceProcess, running_service, tiny_checkpoint, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -164,5 +166,13 @@ def test_a_model_that_no_worker_can_load_ends_the_command_with_one_line(tmp_path
         assert process.wait(START_S) == 2
         wait_until(lambda: not process.processes(), 10, "every process has ended")
         assert process.output[-1].startswith("raycomb: error: ")
-        assert "architecture" in process.output[-1]
+        assert "is not supported" in process.output[-1]
         assert not any("Traceback" in line for line in process.output)
+
+
+def test_a_worker_that_is_scaled_away_finishes_what_it_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.scaled_service", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
+    assert done.returncode == 0, done.stderr
+    ends = json.loads(done.stdout.splitlines()[-1])
+    assert ends == {"running": ["length"] * 6, "later": ["length"] * 10}
