@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
-from tests.decode_reference import random_weights
+from tests.decode_reference import random_weights, rotary_tables
 from worker.decode_buffers import DecodeBuffers
 from worker.decode_chain import DecodeChain
 from worker.decode_plan import DecodePlan, plan_decode
-from worker.decode_shape import DecodeShape, DecodeWeights
+from worker.decode_shape import DecodeShape
 from worker.decode_state import DecodeState, PendingTokens
 from worker.graphs import DecodeGraphs, Draw
 
@@ -32,12 +32,12 @@ READ_BYTES_PER_S = 4.38e12
 STEPS = 24
 SHAPES = {
     "llama-8b": DecodeShape(
-        num_layers=32, hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14336, vocab_size=128256,
-        context=8192, norm_eps=1e-5, dtype=torch.bfloat16,
+        hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14336, vocab_size=128256,
+        context=8192, norm_eps=1e-5, dtype=torch.bfloat16, windows=(None,) * 32,
     ),
     "qwen3-0.6b": DecodeShape(
-        num_layers=28, hidden=1024, num_heads=16, num_kv_heads=8, head_dim=128, ffn=3072, vocab_size=151936,
-        context=8192, norm_eps=1e-6, dtype=torch.bfloat16, qk_norm=True,
+        hidden=1024, num_heads=16, num_kv_heads=8, head_dim=128, ffn=3072, vocab_size=151936,
+        context=8192, norm_eps=1e-6, dtype=torch.bfloat16, windows=(None,) * 28, qk_norm=True,
     ),
 }  # fmt: skip
 
@@ -48,7 +48,8 @@ class Bench:
     def __init__(self, shape: DecodeShape, max_width: int, context: int) -> None:
         device = torch.device("cuda")
         self.shape, self.context, self.device = shape, context, device
-        self.weights: DecodeWeights = random_weights(shape, device)
+        self.weights = random_weights(shape, device)
+        self.rotary = rotary_tables(shape, device)
         self.start = context - STEPS // 2
         per_row = context + 2 * STEPS
         num_cells = max(max_width * per_row, 8192)
@@ -74,7 +75,7 @@ class Bench:
 
     def graphs(self, width: int, plan: DecodePlan) -> DecodeGraphs:
         buffers = DecodeBuffers(self.shape, width, [plan], self.device)
-        chain = DecodeChain(self.shape, self.weights, self.pool, self.state, buffers)
+        chain = DecodeChain(self.shape, self.weights, self.rotary, self.pool, self.state, buffers)
         self.rewind()
         self.state.set_rows([], [])
         return DecodeGraphs(lambda w, _: chain.run(w, plan), [width], [Draw.GREEDY])
@@ -145,7 +146,7 @@ def main() -> None:
     for name in args.shape or SHAPES:
         shape = SHAPES[name]
         if args.layers is not None:
-            shape = replace(shape, num_layers=args.layers)
+            shape = replace(shape, windows=shape.windows[: args.layers])
         bench = Bench(shape, max(args.widths), args.context)
         warm_clocks()
         for width in args.widths:

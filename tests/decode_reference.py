@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from worker.decode_shape import DecodeShape, DecodeWeights, LayerWeights
+from worker.decode_shape import DecodeShape
+from worker.models.weights import DecoderWeights, LayerWeights
 
 
-def random_weights(shape: DecodeShape, device: torch.device, seed: int = 0) -> DecodeWeights:
-    """Weights whose activations stay near unit size, norms near one, and the rotary tables of theta 10,000."""
+def random_weights(shape: DecodeShape, device: torch.device, seed: int = 0) -> DecoderWeights:
+    """Weights whose activations stay near unit size, with norms near one."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*sizes: int, std: float, mean: float = 0.0) -> torch.Tensor:
@@ -24,30 +25,39 @@ def random_weights(shape: DecodeShape, device: torch.device, seed: int = 0) -> D
     def norm(size: int) -> torch.Tensor:
         return normal(size, std=0.1, mean=1.0)
 
+    def bias(size: int, wanted: bool) -> torch.Tensor | None:
+        return normal(size, std=0.5) if wanted else None
+
     def layer() -> LayerWeights:
         return LayerWeights(
-            input_norm=norm(shape.hidden),
+            attention_norm=norm(shape.hidden),
             qkv=normal(shape.qkv_columns, shape.hidden, std=shape.hidden**-0.5),
-            o=normal(shape.hidden, shape.query_columns, std=shape.query_columns**-0.5),
-            post_norm=norm(shape.hidden),
+            qkv_bias=bias(shape.qkv_columns, shape.qkv_bias),
+            query_norm=norm(shape.head_dim) if shape.qk_norm else None,
+            key_norm=norm(shape.head_dim) if shape.qk_norm else None,
+            output=normal(shape.hidden, shape.query_columns, std=shape.query_columns**-0.5),
+            output_bias=bias(shape.hidden, shape.output_bias),
+            mlp_norm=norm(shape.hidden),
             gate_up=normal(2 * shape.ffn, shape.hidden, std=shape.hidden**-0.5),
+            gate_up_bias=bias(2 * shape.ffn, shape.mlp_bias),
             down=normal(shape.hidden, shape.ffn, std=shape.ffn**-0.5),
-            qkv_bias=normal(shape.qkv_columns, std=0.5) if shape.qkv_bias else None,
-            q_norm=norm(shape.head_dim) if shape.qk_norm else None,
-            k_norm=norm(shape.head_dim) if shape.qk_norm else None,
+            down_bias=bias(shape.hidden, shape.mlp_bias),
         )
 
-    half = shape.head_dim // 2
-    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = torch.arange(shape.context, dtype=torch.float64)[:, None] * frequencies
-    return DecodeWeights(
-        layers=[layer() for _ in range(shape.num_layers)],
+    return DecoderWeights(
+        layers=tuple(layer() for _ in range(shape.num_layers)),
         embedding=normal(shape.vocab_size, shape.hidden, std=1.0),
         final_norm=norm(shape.hidden),
         head=normal(shape.vocab_size, shape.hidden, std=shape.hidden**-0.5),
-        cos=angles.cos().float().to(device),
-        sin=angles.sin().float().to(device),
     )
+
+
+def rotary_tables(shape: DecodeShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of theta 10,000, float32 [context, head_dim / 2]."""
+    half = shape.head_dim // 2
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(shape.context, dtype=torch.float64)[:, None] * frequencies
+    return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
 @dataclass
@@ -61,33 +71,39 @@ class History:
         return len(self.keys[0])
 
 
-def reference_step(shape: DecodeShape, weights: DecodeWeights, token: int, history: History) -> torch.Tensor:
+def reference_step(
+    shape: DecodeShape,
+    weights: DecoderWeights,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    token: int,
+    history: History,
+) -> torch.Tensor:
     """float32 logits [vocab] after `token`; the history grows by its keys and values."""
     position = len(history)
     x = weights.embedding[token].float()
     for index, layer in enumerate(weights.layers):
-        qkv = layer.qkv.float() @ _normed(x, layer.input_norm, shape.norm_eps)
-        if layer.qkv_bias is not None:
-            qkv = qkv + layer.qkv_bias.float()
+        qkv = _linear(layer.qkv, _normed(x, layer.attention_norm, shape.norm_eps), layer.qkv_bias)
         heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         q, k, v = torch.split(qkv.view(-1, shape.head_dim), heads)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = _normed(q, layer.q_norm, shape.norm_eps), _normed(k, layer.k_norm, shape.norm_eps)
-        q, k = _rotated(q, weights, position), _rotated(k, weights, position)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            q, k = _normed(q, layer.query_norm, shape.norm_eps), _normed(k, layer.key_norm, shape.norm_eps)
+        q, k = _rotated(q, rotary, position), _rotated(k, rotary, position)
         keys = history.keys[index] = torch.cat([history.keys[index], k[None]])
         values = history.values[index] = torch.cat([history.values[index], v[None]])
-        first = 0 if shape.window is None else max(0, position + 1 - shape.window)
+        window = shape.windows[index]
+        first = 0 if window is None else max(0, position + 1 - window)
         group = shape.num_heads // shape.num_kv_heads
         keys, values = keys[first:].repeat_interleave(group, 1), values[first:].repeat_interleave(group, 1)
         scores = torch.einsum("hd,phd->hp", q, keys) * shape.head_dim**-0.5
         attended = torch.einsum("hp,phd->hd", scores.softmax(-1), values).reshape(-1)
-        x = x + layer.o.float() @ attended
-        gate, up = torch.split(layer.gate_up.float() @ _normed(x, layer.post_norm, shape.norm_eps), shape.ffn)
-        x = x + layer.down.float() @ (torch.nn.functional.silu(gate) * up)
+        x = x + _linear(layer.output, attended, layer.output_bias)
+        normed = _normed(x, layer.mlp_norm, shape.norm_eps)
+        gate, up = torch.split(_linear(layer.gate_up, normed, layer.gate_up_bias), shape.ffn)
+        x = x + _linear(layer.down, torch.nn.functional.silu(gate) * up, layer.down_bias)
     return weights.head.float() @ _normed(x, weights.final_norm, shape.norm_eps)
 
 
-def in_float32(weights: DecodeWeights) -> DecodeWeights:
+def in_float32(weights: DecoderWeights) -> DecoderWeights:
     """The same values as float32 tensors, so that many reference steps convert them once."""
 
     def layer(w: LayerWeights) -> LayerWeights:
@@ -98,18 +114,22 @@ def in_float32(weights: DecodeWeights) -> DecodeWeights:
 
     return replace(
         weights,
-        layers=[layer(w) for w in weights.layers],
+        layers=tuple(layer(w) for w in weights.layers),
         embedding=weights.embedding.float(),
         final_norm=weights.final_norm.float(),
         head=weights.head.float(),
     )
 
 
+def _linear(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return weight.float() @ x + (0.0 if bias is None else bias.float())
+
+
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
-def _rotated(x: torch.Tensor, weights: DecodeWeights, position: int) -> torch.Tensor:
+def _rotated(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], position: int) -> torch.Tensor:
     low, high = x.chunk(2, -1)
-    cos, sin = weights.cos[position], weights.sin[position]
+    cos, sin = rotary[0][position], rotary[1][position]
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)

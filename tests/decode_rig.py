@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from planner.request import SamplingParams
-from tests.decode_reference import History, in_float32, random_weights, reference_step
+from tests.decode_reference import History, in_float32, random_weights, reference_step, rotary_tables
 from worker.decode_buffers import DecodeBuffers
 from worker.decode_chain import DecodeChain
 from worker.decode_plan import DecodePlan
@@ -30,6 +30,7 @@ class Rig:
         generator = torch.Generator(device=device).manual_seed(seed)
         self.weights = random_weights(shape, device, seed)
         self.exact = in_float32(self.weights)
+        self.rotary = rotary_tables(shape, device)
         num_cells = sum(lengths) + 16 * len(lengths) + 8
         self.free_cells = self._random.sample(range(num_cells), num_cells)
         sizes = (num_cells + 1, shape.num_kv_heads, shape.head_dim)
@@ -53,7 +54,7 @@ class Rig:
             ]
         )
         self.buffers = DecodeBuffers(shape, width, [plan], device)
-        self.chain = DecodeChain(shape, self.weights, self.pool, self.state, self.buffers)
+        self.chain = DecodeChain(shape, self.weights, self.rotary, self.pool, self.state, self.buffers)
 
     def _history(self, cells: list[int], generator: torch.Generator) -> History:
         history = History([], [])
@@ -78,7 +79,7 @@ class Rig:
     def reference_logits(self) -> list[torch.Tensor]:
         """The reference's logits of every sequence for the tokens that the coming step feeds."""
         return [
-            reference_step(self.shape, self.exact, token, history)
+            reference_step(self.shape, self.exact, self.rotary, token, history)
             for token, history in zip(self.tokens, self.histories, strict=True)
         ]
 

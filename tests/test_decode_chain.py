@@ -29,20 +29,24 @@ from worker.decode_shape import DecodeShape  # noqa: E402
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 LLAMA = DecodeShape(
-    num_layers=2, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn=128, vocab_size=203, context=64,
-    norm_eps=1e-5, dtype=torch.float32,
+    hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn=128, vocab_size=203, context=64,
+    norm_eps=1e-5, dtype=torch.float32, windows=(None,) * 2,
 )  # fmt: skip
 QWEN2 = DecodeShape(
-    num_layers=2, hidden=56, num_heads=7, num_kv_heads=1, head_dim=8, ffn=76, vocab_size=131, context=64,
-    norm_eps=1e-6, dtype=torch.float32, qkv_bias=True,
+    hidden=56, num_heads=7, num_kv_heads=1, head_dim=8, ffn=76, vocab_size=131, context=64,
+    norm_eps=1e-6, dtype=torch.float32, windows=(None,) * 2, qkv_bias=True,
 )  # fmt: skip
 QWEN3 = DecodeShape(
-    num_layers=2, hidden=64, num_heads=4, num_kv_heads=4, head_dim=32, ffn=96, vocab_size=160, context=64,
-    norm_eps=1e-6, dtype=torch.float32, qk_norm=True,
+    hidden=64, num_heads=4, num_kv_heads=4, head_dim=32, ffn=96, vocab_size=160, context=64,
+    norm_eps=1e-6, dtype=torch.float32, windows=(None,) * 2, qk_norm=True,
 )  # fmt: skip
 MISTRAL = DecodeShape(
-    num_layers=2, hidden=80, num_heads=4, num_kv_heads=2, head_dim=20, ffn=112, vocab_size=97, context=64,
-    norm_eps=1e-5, dtype=torch.float32, window=9,
+    hidden=80, num_heads=4, num_kv_heads=2, head_dim=20, ffn=112, vocab_size=97, context=64,
+    norm_eps=1e-5, dtype=torch.float32, windows=(9, None),
+)  # fmt: skip
+BIASED = DecodeShape(
+    hidden=64, num_heads=2, num_kv_heads=2, head_dim=32, ffn=96, vocab_size=90, context=64, norm_eps=1e-5,
+    dtype=torch.float32, windows=(None,), qkv_bias=True, output_bias=True, mlp_bias=True,
 )  # fmt: skip
 
 ONE_SPLIT = AttentionTile(splits=1, block=16, warps=1, stages=2)
@@ -70,6 +74,7 @@ CASES = {
     "library, last program reduces": (LLAMA, library(LAST_REDUCES)),
     "library, kernel reduces": (LLAMA, library(KERNEL_REDUCES)),
     "library, bias, odd sizes": (QWEN2, library(LAST_REDUCES)),
+    "library, every bias": (BIASED, library(ONE_SPLIT)),
     "library, head norms": (QWEN3, library(KERNEL_REDUCES)),
     "library, window, odd head": (MISTRAL, library(ONE_SPLIT)),
     "library, window, splits": (MISTRAL, library(LAST_REDUCES)),
@@ -83,7 +88,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_chain_gives_what_float32_gives_over_three_steps_in_any_rows(name: str) -> None:
     shape, plan = CASES[name]
-    rig = Rig(shape, lengths=[0, 1, 16, 37], width=4, plan=plan, device=DEVICE)
+    lengths = [37] if plan.chain is Chain.GEMV else [0, 1, 16, 37]
+    rig = Rig(shape, lengths, width=len(lengths), plan=plan, device=DEVICE)
     for step in range(3):
         order = rig.place_rows()
         expected = rig.reference_logits()
@@ -98,7 +104,8 @@ def test_chain_gives_what_float32_gives_over_three_steps_in_any_rows(name: str) 
 
 @pytest.mark.parametrize("plan", [library(ONE_SPLIT), gemv(KERNEL_REDUCES), split_k(LAST_REDUCES, swap=True)])
 def test_sampler_sees_the_logits_and_its_tokens_are_fed_back(plan: DecodePlan) -> None:
-    rig = Rig(LLAMA, lengths=[5, 12, 20], width=4, plan=plan, device=DEVICE)
+    lengths, width = ([20], 1) if plan.chain is Chain.GEMV else ([5, 12, 20], 4)
+    rig = Rig(LLAMA, lengths, width, plan, DEVICE)
     order = rig.place_rows()
     expected = rig.reference_logits()
     seen = []
@@ -107,16 +114,16 @@ def test_sampler_sees_the_logits_and_its_tokens_are_fed_back(plan: DecodePlan) -
         seen.append(logits.clone())
         rig.state.out_tokens[: len(logits)] = logits.argmin(-1)
 
-    rig.chain.run(4, plan, least_likely)
+    rig.chain.run(width, plan, least_likely)
     for row, index in enumerate(order):
         assert relative_error(seen[0][row], expected[index]) < 1e-5
     drawn = rig.follow(order)
     assert drawn == [int(logits.argmin()) for logits in expected]
     assert [int(rig.state.last_token[slot]) for slot in rig.slots] == drawn
-    assert [int(rig.state.length[slot]) for slot in rig.slots] == [6, 13, 21]
+    assert [int(rig.state.length[slot]) for slot in rig.slots] == [length + 1 for length in lengths]
 
 
-@pytest.mark.parametrize("plan", [library(LAST_REDUCES), gemv(LAST_REDUCES), split_k(LAST_REDUCES, swap=False)])
+@pytest.mark.parametrize("plan", [library(LAST_REDUCES), split_k(LAST_REDUCES, swap=False)])
 def test_padding_rows_touch_only_scratch(plan: DecodePlan) -> None:
     rig = Rig(LLAMA, lengths=[3, 18], width=4, plan=plan, device=DEVICE)
     state = rig.state
@@ -165,7 +172,7 @@ def test_equal_logits_give_the_lowest_token() -> None:
 
 def test_reference_can_tell_a_wrong_window() -> None:
     plan = library(ONE_SPLIT)
-    wrong = DecodeShape(**{n: getattr(MISTRAL, n) for n in DecodeShape.__slots__} | {"window": 8})
+    wrong = DecodeShape(**{n: getattr(MISTRAL, n) for n in DecodeShape.__slots__} | {"windows": (8, None)})
     rig = Rig(MISTRAL, lengths=[30], width=1, plan=plan, device=DEVICE)
     rig.chain._shape = wrong
     rig.place_rows()

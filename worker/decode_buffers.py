@@ -27,7 +27,7 @@ class DecodeBuffers:
         context_splits = max(plan.attention.splits for plan in plans)
         self.residual = zeros(rows, shape.hidden)
         self.normed = zeros(rows, shape.hidden)
-        self.sums = floats(rows, self.max_sums)
+        self.sums = floats(self.max_sums)
         self.qkv = zeros(rows, shape.qkv_columns)
         self.partials = floats(max(_partial_columns(shape, plan) for plan in plans) * rows)
         self.attended = zeros(rows, shape.query_columns)

@@ -16,11 +16,12 @@ import torch
 from worker.decode_attention import LOG2_E, attention_kernel, reduce_kernel
 from worker.decode_buffers import DecodeBuffers, next_power_of_2
 from worker.decode_plan import Chain, DecodePlan, GemvTile, LinearTile, Reduce
-from worker.decode_shape import DecodeShape, DecodeWeights, LayerWeights
+from worker.decode_shape import DecodeShape
 from worker.decode_state import DecodeState
 from worker.gpu_gemv import head_gemv_kernel, normed_gate_up_gemv_kernel, normed_gemv_kernel, residual_gemv_kernel
 from worker.gpu_linear import gate_up_kernel, head_kernel, split_linear_kernel
 from worker.gpu_norm import add_norm_kernel, advance_kernel, arg_max_kernel, embed_kernel, pick_kernel, silu_kernel
+from worker.models.weights import DecoderWeights, LayerWeights
 
 ARG_MAX_BLOCK = 4096
 
@@ -31,34 +32,39 @@ state.bad_rows[:rows]), on the current stream, without waiting for the device.""
 
 class DecodeChain:
     """One model's decode steps over one pool. `pool`: per layer K and V [cells + 1, kv_heads, head_dim], the last
-    cell being scratch. All tensors must stay where they are for as long as a captured step is replayed."""
+    cell being scratch. `rotary`: cos and sin, float32 [context, head_dim / 2], element i turning with i + head_dim / 2.
+    All weights are contiguous. All tensors must stay where they are for as long as a captured step is replayed."""
 
     def __init__(
         self,
         shape: DecodeShape,
-        weights: DecodeWeights,
+        weights: DecoderWeights,
+        rotary: tuple[torch.Tensor, torch.Tensor],
         pool: Sequence[tuple[torch.Tensor, torch.Tensor]],
         state: DecodeState,
         buffers: DecodeBuffers,
     ) -> None:
         assert len(pool) == len(weights.layers) == shape.num_layers
-        assert weights.cos.dtype == torch.float32
-        assert weights.cos.shape == (shape.context, shape.head_dim // 2)
+        for table in rotary:
+            assert table.dtype == torch.float32
+            assert table.shape == (shape.context, shape.head_dim // 2)
+        self._cos, self._sin = rotary
         self._shape, self._weights, self._pool, self._state, self._buffers = shape, weights, pool, state, buffers
 
     def run(self, width: int, plan: DecodePlan, sampler: Sampler | None = None) -> None:
         """Launches the step of rows [0, width). Without a sampler every row takes the arg max, lowest id on ties."""
         assert width <= self._state.max_rows
         gemv = plan.chain is Chain.GEMV
+        assert width == 1 or not gemv
         self._buffers.fits(self._shape, width, plan)
         self._embed(width, plan, scaled=gemv)
         weights = self._weights
         num_sums = 1
         for index, layer in enumerate(weights.layers):
             last = index + 1 == len(weights.layers)
-            next_norm = weights.final_norm if last else weights.layers[index + 1].input_norm
+            next_norm = weights.final_norm if last else weights.layers[index + 1].attention_norm
             if gemv:
-                num_sums = self._gemv_layer(index, layer, next_norm, num_sums, width, plan)
+                num_sums = self._gemv_layer(index, layer, next_norm, num_sums, plan)
             elif plan.chain is Chain.SPLIT_K:
                 self._split_layer(index, layer, next_norm, width, plan)
             else:
@@ -70,29 +76,30 @@ class DecodeChain:
         s, w, b, state = self._shape, self._weights, self._buffers, self._state
         embed_kernel[(width,)](
             state.row_slots, state.new_cells, state.last_token, state.length, state.table, state.context,
-            w.embedding, w.layers[0].input_norm, b.residual, b.normed, b.sums, s.norm_eps,
-            HIDDEN=s.hidden, BLOCK=next_power_of_2(s.hidden), MAX_SUMS=b.max_sums, SCALED=scaled,
+            w.embedding, w.layers[0].attention_norm, b.residual, b.normed, b.sums, s.norm_eps,
+            HIDDEN=s.hidden, BLOCK=next_power_of_2(s.hidden), SCALED=scaled,
             **_launch(plan, 8 if s.hidden > 1024 else 4),
         )  # fmt: skip
 
     def _attend(
         self, index: int, layer: LayerWeights, qkv: torch.Tensor, splits: int, width: int, plan: DecodePlan
     ) -> None:
-        s, w, b, state, tile = self._shape, self._weights, self._buffers, self._state, plan.attention
+        s, b, state, tile = self._shape, self._buffers, self._state, plan.attention
         k_pool, v_pool = self._pool[index]
+        window = s.windows[index]
         none = b.sums  # stands in for the pointers that this model's kernel never reads
         attention_kernel[(s.num_kv_heads, tile.splits, width)](
             qkv, b.padded_rows * s.qkv_columns,
             layer.qkv_bias if layer.qkv_bias is not None else none,
-            layer.q_norm if layer.q_norm is not None else none,
-            layer.k_norm if layer.k_norm is not None else none,
-            w.cos, w.sin, state.row_slots, state.length, state.new_cells, state.table, state.context,
+            layer.query_norm if layer.query_norm is not None else none,
+            layer.key_norm if layer.key_norm is not None else none,
+            self._cos, self._sin, state.row_slots, state.length, state.new_cells, state.table, state.context,
             k_pool, v_pool, b.attended, b.part_out, b.part_max, b.part_sum, b.arrived,
-            s.head_dim**-0.5 * LOG2_E, s.norm_eps, s.window or 0,
+            s.head_dim**-0.5 * LOG2_E, s.norm_eps, window or 0,
             HEADS=s.num_heads, KV_HEADS=s.num_kv_heads, D=s.head_dim, D_PADDED=max(16, next_power_of_2(s.head_dim)),
             GROUP_PADDED=max(16, next_power_of_2(s.num_heads // s.num_kv_heads)), QKV_SPLITS=splits,
             SPLITS=tile.splits, BLOCK=tile.block, HAS_BIAS=layer.qkv_bias is not None, QK_NORM=s.qk_norm,
-            WINDOWED=s.window is not None, LAST_REDUCES=tile.reduce is Reduce.LAST_PROGRAM,
+            WINDOWED=window is not None, LAST_REDUCES=tile.reduce is Reduce.LAST_PROGRAM,
             **_launch(plan, tile.warps, tile.stages),
         )  # fmt: skip
         if tile.splits > 1 and tile.reduce is Reduce.KERNEL:
@@ -102,31 +109,32 @@ class DecodeChain:
             )  # fmt: skip
 
     def _gemv_layer(
-        self, index: int, layer: LayerWeights, next_norm: torch.Tensor, num_sums: int, width: int, plan: DecodePlan
+        self, index: int, layer: LayerWeights, next_norm: torch.Tensor, num_sums: int, plan: DecodePlan
     ) -> int:
         """Returns how many partial sums of squares the layer left for the next linear."""
         s, b, tiles = self._shape, self._buffers, plan.gemv
         assert tiles is not None
-        rows = next_power_of_2(width)
-
-        def normed(kernel: Any, w: torch.Tensor, out: torch.Tensor, columns: int, tile: GemvTile, sums: int) -> None:
-            kernel[(columns // tile.columns,)](
-                b.normed, b.sums, w, out, sums, s.norm_eps, N=columns, K=s.hidden, ROWS=rows, COLUMNS=tile.columns,
-                DEPTH=tile.depth, MAX_SUMS=b.max_sums, EARLY=tile.early, **_launch(plan, tile.warps),
-            )  # fmt: skip
 
         def residual(x: torch.Tensor, w: torch.Tensor, norm: torch.Tensor, k: int, tile: GemvTile) -> int:
             programs = s.hidden // tile.columns
             residual_gemv_kernel[(programs,)](
-                x, w, b.residual, norm, b.normed, b.sums, N=s.hidden, K=k, ROWS=rows, COLUMNS=tile.columns,
-                DEPTH=tile.depth, MAX_SUMS=b.max_sums, **_launch(plan, tile.warps),
+                x, w, b.residual, norm, b.normed, b.sums, K=k, COLUMNS=tile.columns, DEPTH=tile.depth,
+                **_launch(plan, tile.warps),
             )  # fmt: skip
             return programs
 
-        normed(normed_gemv_kernel, layer.qkv, b.partials, s.qkv_columns, tiles.qkv, num_sums)
-        self._attend(index, layer, b.partials, 1, width, plan)
-        num_sums = residual(b.attended, layer.o, layer.post_norm, s.query_columns, tiles.o)
-        normed(normed_gate_up_gemv_kernel, layer.gate_up, b.active, s.ffn, tiles.gate_up, num_sums)
+        tile = tiles.qkv
+        normed_gemv_kernel[(s.qkv_columns // tile.columns,)](
+            b.normed, b.sums, layer.qkv, b.partials, num_sums, s.norm_eps, K=s.hidden, COLUMNS=tile.columns,
+            DEPTH=tile.depth, MAX_SUMS=b.max_sums, EARLY=tile.early, **_launch(plan, tile.warps),
+        )  # fmt: skip
+        self._attend(index, layer, b.partials, 1, 1, plan)
+        num_sums = residual(b.attended, layer.output, layer.mlp_norm, s.query_columns, tiles.o)
+        tile = tiles.gate_up
+        normed_gate_up_gemv_kernel[(s.ffn // tile.columns,)](
+            b.normed, b.sums, layer.gate_up, b.active, num_sums, s.norm_eps, N=s.ffn, K=s.hidden, COLUMNS=tile.columns,
+            DEPTH=tile.depth, MAX_SUMS=b.max_sums, EARLY=tile.early, **_launch(plan, tile.warps),
+        )  # fmt: skip
         return residual(b.active, layer.down, next_norm, s.ffn, tiles.down)
 
     def _split_layer(
@@ -144,15 +152,15 @@ class DecodeChain:
 
         split(b.normed, layer.qkv, s.qkv_columns, s.hidden, tiles.qkv)
         self._attend(index, layer, b.partials, tiles.qkv.splits, width, plan)
-        split(b.attended, layer.o, s.hidden, s.query_columns, tiles.o)
-        self._add_norm(b.partials, tiles.o.splits, layer.post_norm, width, plan)
+        split(b.attended, layer.output, s.hidden, s.query_columns, tiles.o)
+        self._add_norm(b.partials, tiles.o.splits, layer.output_bias, layer.mlp_norm, width, plan)
         tile = tiles.gate_up
         gate_up_kernel[(s.ffn // tile.columns, _tiles(width, tile.rows))](
             b.normed, layer.gate_up, b.active, width, N=s.ffn, K=s.hidden, ROWS=tile.rows, COLUMNS=tile.columns,
             DEPTH=tile.depth, SWAP=tile.swap, EARLY=tile.early, **_launch(plan, tile.warps, tile.stages),
         )  # fmt: skip
         split(b.active, layer.down, s.hidden, s.ffn, tiles.down)
-        self._add_norm(b.partials, tiles.down.splits, next_norm, width, plan)
+        self._add_norm(b.partials, tiles.down.splits, layer.down_bias, next_norm, width, plan)
 
     def _library_layer(
         self, index: int, layer: LayerWeights, next_norm: torch.Tensor, width: int, plan: DecodePlan
@@ -160,18 +168,31 @@ class DecodeChain:
         s, b = self._shape, self._buffers
         torch.mm(b.normed[:width], layer.qkv.t(), out=b.qkv[:width])
         self._attend(index, layer, b.qkv, 1, width, plan)
-        torch.mm(b.attended[:width], layer.o.t(), out=b.projected[:width])
-        self._add_norm(b.projected, 1, layer.post_norm, width, plan)
+        torch.mm(b.attended[:width], layer.output.t(), out=b.projected[:width])
+        self._add_norm(b.projected, 1, layer.output_bias, layer.mlp_norm, width, plan)
         torch.mm(b.normed[:width], layer.gate_up.t(), out=b.gate_up[:width])
-        silu_kernel[(-(-s.ffn // 1024), width)](b.gate_up, b.active, FFN=s.ffn, BLOCK=1024, **_launch(plan, 4))
+        bias = layer.gate_up_bias
+        silu_kernel[(-(-s.ffn // 1024), width)](
+            b.gate_up, b.gate_up if bias is None else bias, b.active, FFN=s.ffn, BLOCK=1024,
+            HAS_BIAS=bias is not None, **_launch(plan, 4),
+        )  # fmt: skip
         torch.mm(b.active[:width], layer.down.t(), out=b.projected[:width])
-        self._add_norm(b.projected, 1, next_norm, width, plan)
+        self._add_norm(b.projected, 1, layer.down_bias, next_norm, width, plan)
 
-    def _add_norm(self, partials: torch.Tensor, splits: int, norm: torch.Tensor, width: int, plan: DecodePlan) -> None:
+    def _add_norm(
+        self,
+        partials: torch.Tensor,
+        splits: int,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        width: int,
+        plan: DecodePlan,
+    ) -> None:
         s, b = self._shape, self._buffers
         add_norm_kernel[(width,)](
-            partials, b.padded_rows * s.hidden, b.residual, norm, b.normed, s.norm_eps, HIDDEN=s.hidden,
-            BLOCK=next_power_of_2(s.hidden), SPLITS=splits, **_launch(plan, 8 if s.hidden > 1024 else 4),
+            partials, b.padded_rows * s.hidden, norm if bias is None else bias, b.residual, norm, b.normed, s.norm_eps,
+            HIDDEN=s.hidden, BLOCK=next_power_of_2(s.hidden), SPLITS=splits, HAS_BIAS=bias is not None,
+            **_launch(plan, 8 if s.hidden > 1024 else 4),
         )  # fmt: skip
 
     def _head(self, width: int, plan: DecodePlan, num_sums: int, *, store_logits: bool) -> int:
@@ -181,9 +202,9 @@ class DecodeChain:
             tile = plan.gemv.head
             programs = -(-s.vocab_size // tile.columns)
             head_gemv_kernel[(programs,)](
-                b.normed, b.sums, head, b.logits, b.best, b.best_id, num_sums, s.norm_eps, width, programs,
-                N=s.vocab_size, K=s.hidden, ROWS=next_power_of_2(width), COLUMNS=tile.columns, DEPTH=tile.depth,
-                MAX_SUMS=b.max_sums, STORE_LOGITS=store_logits, **_launch(plan, tile.warps),
+                b.normed, b.sums, head, b.logits, b.best, b.best_id, num_sums, s.norm_eps, N=s.vocab_size, K=s.hidden,
+                COLUMNS=tile.columns, DEPTH=tile.depth, MAX_SUMS=b.max_sums, STORE_LOGITS=store_logits,
+                **_launch(plan, tile.warps),
             )  # fmt: skip
             return programs
         if plan.linear is not None:

@@ -6,7 +6,7 @@ kernel timings are often not winners in the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -15,7 +15,7 @@ from worker.decode_shape import DecodeShape
 
 
 class Chain(Enum):
-    """`GEMV`: a few rows, plain multiply-adds, norms fused into the linears. `SPLIT_K`: tensor cores, linears cut along
+    """`GEMV`: one row, plain multiply-adds, norms fused into the linears. `SPLIT_K`: tensor cores, linears cut along
     K, partials summed by the next kernel. `LIBRARY`: the vendor's matrix product; takes every shape and dtype."""
 
     GEMV = "gemv"
@@ -103,67 +103,84 @@ class DecodePlan:
 def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     """The plan of a width. Without `hopper` (compute capability 9.0 or later), or for a shape or dtype that the fast
     chains do not take, it is the library chain."""
-    attention = _attention(width)
     small = shape.hidden <= 2048
-    if not hopper or shape.dtype is not torch.bfloat16:
+    attention = _attention(width, small)
+    if not hopper or shape.dtype is not torch.bfloat16 or shape.mlp_bias:
         return DecodePlan(Chain.LIBRARY, attention)
-    if width <= 2 and (gemv := _gemv(shape, small)) is not None:
+    if width == 1 and not shape.output_bias and (gemv := _gemv(shape, small)) is not None:
         return DecodePlan(Chain.GEMV, attention, gemv=gemv, dependent_launch=True)
-    if width <= (256 if small else 64) and (linear := _linear(shape, width)) is not None:
+    if width <= (256 if small else 64) and (linear := _linear(shape, width, small)) is not None:
         return DecodePlan(Chain.SPLIT_K, attention, linear=linear, dependent_launch=True)
     return DecodePlan(Chain.LIBRARY, attention)
 
 
-def _attention(width: int) -> AttentionTile:
-    if width <= 2:
+def _attention(width: int, small: bool) -> AttentionTile:
+    if width == 1:
+        if small:
+            return AttentionTile(splits=8, block=32, warps=8, stages=1)
         return AttentionTile(splits=16, block=32, warps=8, stages=2, reduce=Reduce.KERNEL)
     if width <= 4:
         return AttentionTile(splits=4, block=64, warps=4, stages=1)
     if width <= 8:
-        return AttentionTile(splits=2, block=128, warps=4, stages=1)
+        return AttentionTile(2, 128, 8, 1) if small else AttentionTile(4, 64, 4, 1)
     if width <= 16:
-        return AttentionTile(splits=2, block=64, warps=2, stages=2)
+        return AttentionTile(splits=2, block=64, warps=2, stages=3)
+    if width <= 32:
+        return AttentionTile(splits=1, block=128, warps=4, stages=1)
     if width <= 64:
-        return AttentionTile(splits=1, block=64, warps=2, stages=3)
-    return AttentionTile(splits=1, block=16, warps=1, stages=4)
+        return AttentionTile(splits=1, block=32, warps=1, stages=3)
+    return AttentionTile(splits=1, block=16, warps=1, stages=2 if small else 4)
 
 
 def _gemv(shape: DecodeShape, small: bool) -> GemvTiles | None:
-    deepest, warps = (1024, 4) if small else (2048, 8)
+    deepest, warps = (1024, 4) if small else (2048, 4)
 
     def tile(n: int, k: int, columns: int, *, early: bool = False) -> GemvTile | None:
         depth = min(deepest, k & -k)  # the largest power of two that divides K
         return GemvTile(columns, depth, warps, early) if depth >= 64 and n % columns == 0 else None
 
-    qkv = tile(shape.qkv_columns, shape.hidden, 8 if small else 4, early=small)
+    qkv = tile(shape.qkv_columns, shape.hidden, 4, early=small)
     o = tile(shape.hidden, shape.query_columns, 4)
-    gate_up = tile(shape.ffn, shape.hidden, 4, early=small)
+    gate_up = tile(shape.ffn, shape.hidden, 4 if small else 2, early=small)
     down = tile(shape.hidden, shape.ffn, 4)
-    head = tile(0, shape.hidden, 16 if small else 8)
+    head = tile(0, shape.hidden, 16 if small else 4)
     if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
     return GemvTiles(qkv, o, gate_up, down, head)
 
 
-def _linear(shape: DecodeShape, width: int) -> LinearTiles | None:
+def _linear(shape: DecodeShape, width: int, small: bool) -> LinearTiles | None:
     rows = 16 if width <= 16 else 32 if width <= 32 else 64
     swap = rows < 64
-    deepest = 128 if swap else 64
+    stages = 6 if swap or not small else 4
 
-    def tile(n: int, k: int, columns: int, *, cut: bool) -> LinearTile | None:
-        depth = min(deepest, k & -k)
-        if n % columns or depth < 32:
+    def tile(n: int, k: int, columns: int, depth: int, stages: int, warps: int = 4) -> LinearTile | None:
+        depth = min(depth, k & -k)
+        return None if n % columns or depth < 32 else LinearTile(rows, columns, depth, 1, stages, warps, swap)
+
+    def cut(n: int, k: int) -> LinearTile | None:
+        """K in as many parts as it takes to give most multiprocessors a program."""
+        whole = tile(n, k, 64, 128, stages)
+        if whole is None:
             return None
-        programs, splits = n // columns * -(-width // rows), 1
-        while cut and programs * splits < (128 if swap else 96) and splits < 8 and k % (2 * splits * depth) == 0:
+        programs, splits, most = n // 64 * -(-width // rows), 1, 8 if swap else 4
+        while programs * splits < (128 if swap else 96) and splits < most and k % (2 * splits * whole.depth) == 0:
             splits *= 2
-        return LinearTile(rows, columns, depth, splits, 4, 4, swap)
+        return replace(whole, splits=splits)
 
-    qkv = tile(shape.qkv_columns, shape.hidden, 64, cut=True)
-    o = tile(shape.hidden, shape.query_columns, 64, cut=True)
-    gate_up = tile(shape.ffn, shape.hidden, 64 if swap or shape.ffn >= 8192 else 32, cut=False)
-    down = tile(shape.hidden, shape.ffn, 64, cut=True)
-    head = tile(0, shape.hidden, 128, cut=False)
+    qkv = cut(shape.qkv_columns, shape.hidden)
+    o = cut(shape.hidden, shape.query_columns)
+    down = cut(shape.hidden, shape.ffn)
+    if swap and small:
+        gate_up = tile(shape.ffn, shape.hidden, 64, 128, 4)
+    elif swap:
+        columns = 128 if rows == 16 and shape.ffn % 128 == 0 else 64
+        gate_up = tile(shape.ffn, shape.hidden, columns, 128, 3 if columns == 128 else 4)
+    elif small:
+        gate_up = tile(shape.ffn, shape.hidden, 32, 128, 6) if width <= 64 else tile(shape.ffn, shape.hidden, 64, 64, 4)
+    else:
+        gate_up = tile(shape.ffn, shape.hidden, 64, 128, 4)
+    head = tile(0, shape.hidden, 128, 128, 3) if swap else tile(0, shape.hidden, 128, 64, 3, warps=4 if small else 8)
     if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
-    return LinearTiles(qkv, o, gate_up, down, head)
+    return LinearTiles(replace(qkv, early=rows == 16), o, gate_up, down, head)

@@ -1,25 +1,23 @@
-"""The model as the GPU decode step sees it: its sizes, and its weights in fused layout. Values only, no arithmetic.
-
-Loading and fusing weights is the models' business; nothing here reads a checkpoint.
-"""
+"""The model as the GPU decode step sees it: sizes and flags only, from a model's configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from worker.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
     """Sizes of a Llama-like decoder (Llama, Mistral, Qwen2, Qwen3).
 
-    `window`: positions a token attends to, itself included; None is the whole past. `qk_norm`: RMS norm over each
-    query and key head before the rotation. `context`: rows of the rotary tables and most positions of a sequence.
+    `windows[i]`: positions that a token attends to in layer i, itself included; None is the whole past. `context`:
+    rows of the rotary tables and most positions of a sequence. `qk_norm`: RMS norm over each query and key head before
+    the rotation. `output_bias` is attention's output projection's, `mlp_bias` gate's, up's and down's.
     """
 
-    num_layers: int
     hidden: int
     num_heads: int
     num_kv_heads: int
@@ -29,14 +27,15 @@ class DecodeShape:
     context: int
     norm_eps: float
     dtype: torch.dtype
-    window: int | None = None
+    windows: tuple[int | None, ...]
     qk_norm: bool = False
     qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
 
-    def __post_init__(self) -> None:
-        assert self.num_heads % self.num_kv_heads == 0, (self.num_heads, self.num_kv_heads)
-        assert self.head_dim % 2 == 0, self.head_dim
-        assert self.window is None or self.window >= 1, self.window
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
 
     @property
     def query_columns(self) -> int:
@@ -47,33 +46,21 @@ class DecodeShape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer, each tensor contiguous in the model's dtype; a linear is `[columns out, columns in]`.
-
-    `qkv` [(heads + 2 kv_heads) * head_dim, hidden]: queries, then keys, then values. `gate_up` [2 * ffn, hidden]: the
-    gate's rows, then up's. `down` [hidden, ffn]. `qkv_bias`, `q_norm` and `k_norm` are None where the model has none.
-    """
-
-    input_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    qkv_bias: torch.Tensor | None = None
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeWeights:
-    """All weights: `embedding` and `head` [vocab, hidden] (the same tensor when tied), `cos` and `sin` float32
-    [context, head_dim / 2] for the rotation of halves."""
-
-    layers: Sequence[LayerWeights]
-    embedding: torch.Tensor
-    final_norm: torch.Tensor
-    head: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+def decode_shape(config: ModelConfig, context: int, dtype: torch.dtype) -> DecodeShape:
+    """`context` may be less than the model's: it is what tables are made for."""
+    return DecodeShape(
+        hidden=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        ffn=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        context=context,
+        norm_eps=config.norm_eps,
+        dtype=dtype,
+        windows=config.windows,
+        qk_norm=config.qk_norm,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        mlp_bias=config.mlp_bias,
+    )

@@ -26,14 +26,18 @@ _ALIGNED_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class SlotEntry:
-    """A sequence that enters a slot: its next step feeds `token` at position `length`, after the cells it has,
-    `cells` int32[length]. `token` None: it is on the device only, and `set_last_tokens` will put it in place."""
+    """A sequence that enters a slot: its next step feeds `token` at position `length`, after the cells it has.
+
+    `cells` int32[length - first] are those of positions from `first` on; the slot has the ones before already. `token`
+    None: it is on the device only, and `set_last_tokens` will put it in place.
+    """
 
     slot: int
     length: int
     cells: CellArray
     token: int | None
     sampling: SamplingParams
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class DecodeState:
             return
         for entry in entries:
             assert 0 <= entry.slot < self.num_slots, entry.slot
-            assert len(entry.cells) == entry.length < self.context, (len(entry.cells), entry.length)
+            assert entry.first + len(entry.cells) == entry.length < self.context, (len(entry.cells), entry.length)
         slots = self._upload(np.array([e.slot for e in entries], np.int64))
         known = [e for e in entries if e.token is not None]
         if known:
@@ -115,7 +119,7 @@ class DecodeState:
         for target, name in ((self.temperature, "temperature"), (self.top_p, "top_p"), (self.min_p, "min_p")):
             values = np.array([getattr(e.sampling, name) for e in entries], np.float32)
             target.index_copy_(0, slots, self._upload(values))
-        where = np.concatenate([e.slot * self.context + np.arange(e.length, dtype=np.int64) for e in entries])
+        where = np.concatenate([e.slot * self.context + np.arange(e.first, e.length, dtype=np.int64) for e in entries])
         cells = np.concatenate([e.cells for e in entries])
         self.table.view(-1).index_copy_(0, self._upload(where), self._upload(cells.astype(np.int32, copy=False)))
 

@@ -1,9 +1,9 @@
-"""Matrix times a few rows (1 to 4), the linears of a narrow decode step. Plain fp32 multiply-adds, no tensor cores.
+"""Matrix times one row, the linears of a decode step of width 1. Plain fp32 multiply-adds, no tensor cores.
 
 A program owns a few output columns and all of their weights, so nothing is reduced across programs. The RMS norms cost
 no launch of their own: whoever writes the residual also writes residual * norm_weight and one partial sum of squares a
-program, and the next linear multiplies its result by the row's reciprocal root mean square. This needs bfloat16's
-range, since the product is stored before it is normalised. Not for wider steps: `gpu_linear`.
+program, and the next linear multiplies its result by the reciprocal root mean square. This needs bfloat16's range,
+since the product is stored before it is normalised. Wider steps: `gpu_linear`.
 
 Launched as programmatic dependents, kernels load their first weights before they wait for the kernel before them;
 everything that is not a weight is read after the wait.
@@ -25,126 +25,124 @@ def _weights(w, columns, start, K: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _inputs(x, start, K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    rows = tl.arange(0, ROWS)
-    return tl.load(x + rows[:, None] * K + (start + tl.arange(0, DEPTH))[None, :]).to(tl.float32)
+def _products(x, first, w, columns, K: tl.constexpr, DEPTH: tl.constexpr):
+    """[columns]: x [K] times the columns' weights, the first DEPTH of which were already loaded.
 
-
-@triton.jit
-def _products(x, first, w, columns, K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """[ROWS, columns]: x [ROWS, K] times the columns' weights, the first DEPTH of which were already loaded."""
-    part = _inputs(x, 0, K, ROWS, DEPTH)
-    acc = part[:, None, :] * first.to(tl.float32)[None, :, :]
+    Every column's lanes load x for themselves. A load of [DEPTH] would have to change its layout through shared memory
+    to meet the weights, and that barrier would stop the loads after it from being issued early.
+    """
+    lanes = columns[:, None] * 0 + tl.arange(0, DEPTH)[None, :]
+    acc = tl.load(x + lanes).to(tl.float32) * first.to(tl.float32)
     for start in tl.static_range(DEPTH, K, DEPTH):
-        part = _inputs(x, start, K, ROWS, DEPTH)
-        acc += part[:, None, :] * _weights(w, columns, start, K, DEPTH).to(tl.float32)[None, :, :]
-    return tl.sum(acc, axis=2)
+        part = tl.load(x + start + lanes).to(tl.float32)
+        acc += part * _weights(w, columns, start, K, DEPTH).to(tl.float32)
+    return tl.sum(acc, axis=1)
 
 
 @triton.jit
-def _reciprocal_rms(sums, num_sums, hidden, eps, ROWS: tl.constexpr, MAX_SUMS: tl.constexpr):
-    rows = tl.arange(0, ROWS)
+def _partial_squares(sums, num_sums, MAX_SUMS: tl.constexpr):
     parts = tl.arange(0, MAX_SUMS)
-    squares = tl.load(sums + rows[:, None] * MAX_SUMS + parts[None, :], mask=(parts < num_sums)[None, :], other=0.0)
-    return tl.rsqrt(tl.sum(squares, axis=1) / hidden + eps)
+    return tl.load(sums + parts, mask=parts < num_sums, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_sums"])
 def normed_gemv_kernel(
     x, sums, w, out, num_sums, eps,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    MAX_SUMS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, MAX_SUMS: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [ROWS, N] fp32 = norm(x) @ w.T, where x is the scaled residual that the kernel before wrote."""
+    """out [N] fp32 = norm(x) @ w.T, where x is the scaled residual that the kernel before wrote."""
     if PDL and EARLY:
         gdc_launch_dependents()
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = _weights(w, columns, 0, K, DEPTH)
     if PDL:
         gdc_wait()
-    scale = _reciprocal_rms(sums, num_sums, K, eps, ROWS, MAX_SUMS)
-    acc = _products(x, first, w, columns, K, ROWS, DEPTH) * scale[:, None]
+    squares = _partial_squares(sums, num_sums, MAX_SUMS)
+    acc = _products(x, first, w, columns, K, DEPTH)
     if PDL and not EARLY:
         gdc_launch_dependents()
-    tl.store(out + tl.arange(0, ROWS)[:, None] * N + columns[None, :], acc)
+    tl.store(out + columns, acc * tl.rsqrt(tl.sum(squares, axis=0) / K + eps))
 
 
 @triton.jit(do_not_specialize=["num_sums"])
 def normed_gate_up_gemv_kernel(
     x, sums, w, out, num_sums, eps,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    MAX_SUMS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, MAX_SUMS: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [ROWS, N] = silu(gate) * up of norm(x); w is [2 N, K], the gate's rows first."""
+    """out [N] = silu(gate) * up of norm(x); w is [2 N, K], the gate's rows first."""
     if PDL and EARLY:
         gdc_launch_dependents()
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    first_gate = _weights(w, columns, 0, K, DEPTH)
-    first_up = _weights(w, columns + N, 0, K, DEPTH)
+    lanes = columns[:, None] * 0 + tl.arange(0, DEPTH)[None, :]
+    gate_tile = _weights(w, columns, 0, K, DEPTH).to(tl.float32)
+    up_tile = _weights(w, columns + N, 0, K, DEPTH).to(tl.float32)
     if PDL:
         gdc_wait()
-    scale = _reciprocal_rms(sums, num_sums, K, eps, ROWS, MAX_SUMS)[:, None]
-    gate = _products(x, first_gate, w, columns, K, ROWS, DEPTH) * scale
-    up = _products(x, first_up, w, columns + N, K, ROWS, DEPTH) * scale
+    squares = _partial_squares(sums, num_sums, MAX_SUMS)
+    part = tl.load(x + lanes).to(tl.float32)
+    gate = part * gate_tile
+    up = part * up_tile
+    for start in tl.static_range(DEPTH, K, DEPTH):
+        part = tl.load(x + start + lanes).to(tl.float32)
+        gate += part * _weights(w, columns, start, K, DEPTH).to(tl.float32)
+        up += part * _weights(w, columns + N, start, K, DEPTH).to(tl.float32)
     if PDL and not EARLY:
         gdc_launch_dependents()
-    active = gate * tl.sigmoid(gate) * up
-    tl.store(out + tl.arange(0, ROWS)[:, None] * N + columns[None, :], active.to(out.dtype.element_ty))
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    gate_sum = tl.sum(gate, axis=1) * scale
+    active = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, axis=1) * scale
+    tl.store(out + columns, active.to(out.dtype.element_ty))
 
 
 @triton.jit
 def residual_gemv_kernel(
     x, w, residual, norm_weight, scaled, sums,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    MAX_SUMS: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """residual [ROWS, N] += x @ w.T in place; scaled = residual * norm_weight; sums [ROWS, MAX_SUMS] gets one partial
-    sum of squares at this program's index, so there may be at most MAX_SUMS programs."""
-    rows = tl.arange(0, ROWS)
+    """residual [N] += x @ w.T in place; scaled = residual * norm_weight; sums gets one partial sum of squares a
+    program, at the program's index."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = _weights(w, columns, 0, K, DEPTH)
     norm = tl.load(norm_weight + columns).to(tl.float32)
     if PDL:
         gdc_wait()
-    at = rows[:, None] * N + columns[None, :]
-    before = tl.load(residual + at).to(tl.float32)
-    acc = _products(x, first, w, columns, K, ROWS, DEPTH)
+    before = tl.load(residual + columns).to(tl.float32)
+    acc = _products(x, first, w, columns, K, DEPTH)
     if PDL:
         gdc_launch_dependents()
     after = (before + acc).to(residual.dtype.element_ty)
-    tl.store(residual + at, after)
+    tl.store(residual + columns, after)
     after = after.to(tl.float32)
-    tl.store(scaled + at, (after * norm[None, :]).to(scaled.dtype.element_ty))
-    tl.store(sums + rows * MAX_SUMS + tl.program_id(0), tl.sum(after * after, axis=1))
+    tl.store(scaled + columns, (after * norm).to(scaled.dtype.element_ty))
+    tl.store(sums + tl.program_id(0), tl.sum(after * after, axis=0))
 
 
-@triton.jit(do_not_specialize=["num_sums", "num_rows", "num_programs"])
+@triton.jit(do_not_specialize=["num_sums"])
 def head_gemv_kernel(
-    x, sums, w, logits, best, best_id, num_sums, eps, num_rows, num_programs,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    MAX_SUMS: tl.constexpr, STORE_LOGITS: tl.constexpr, PDL: tl.constexpr,
+    x, sums, w, logits, best, best_id, num_sums, eps,
+    N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, MAX_SUMS: tl.constexpr,
+    STORE_LOGITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The LM head: each program's largest logit and its lowest token id into best, best_id [rows, num_programs], and
-    the logits [rows, N] themselves where asked for. A NaN counts as +inf, so that it shows."""
-    rows = tl.arange(0, ROWS)
+    """The LM head: each program's largest logit and its lowest token id into best, best_id [programs], and the logits
+    [N] themselves where asked for. A NaN counts as +inf, so that it shows."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < N
-    first = _weights(w, tl.minimum(columns, N - 1), 0, K, DEPTH)
+    rows = tl.minimum(columns, N - 1)
+    first = _weights(w, rows, 0, K, DEPTH)
     if PDL:
         gdc_wait()
-    scale = _reciprocal_rms(sums, num_sums, K, eps, ROWS, MAX_SUMS)
-    acc = _products(x, first, w, tl.minimum(columns, N - 1), K, ROWS, DEPTH) * scale[:, None]
+    squares = _partial_squares(sums, num_sums, MAX_SUMS)
+    acc = _products(x, first, w, rows, K, DEPTH)
     if PDL:
         gdc_launch_dependents()
-    rounded = acc.to(w.dtype.element_ty)
-    mine = (rows < num_rows)[:, None] & inside[None, :]
+    rounded = (acc * tl.rsqrt(tl.sum(squares, axis=0) / K + eps)).to(w.dtype.element_ty)
     if STORE_LOGITS:
-        tl.store(logits + rows[:, None] * N + columns[None, :], rounded, mask=mine)
+        tl.store(logits + columns, rounded, mask=inside)
     value = rounded.to(tl.float32)
     value = tl.where(value != value, float("inf"), value)
-    value = tl.where(inside[None, :], value, float("-inf"))
-    top = tl.max(value, axis=1)
-    top_id = tl.min(tl.where(value == top[:, None], columns[None, :], N), axis=1)
-    at = rows * num_programs + tl.program_id(0)
-    tl.store(best + at, top, mask=rows < num_rows)
-    tl.store(best_id + at, top_id, mask=rows < num_rows)
+    value = tl.where(inside, value, float("-inf"))
+    top = tl.max(value, axis=0)
+    tl.store(best + tl.program_id(0), top)
+    tl.store(best_id + tl.program_id(0), tl.min(tl.where(value == top, columns, N), axis=0))

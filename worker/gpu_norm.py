@@ -18,11 +18,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def embed_kernel(
     row_slots, new_cells, last_token, length, table, table_stride,
     embedding, norm_weight, residual, normed, sums, eps,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, MAX_SUMS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Starts a step: row r takes its slot's last token, enters its new cell into the slot's cell table, and writes the
-    token's embedding as residual. `normed` gets the first layer's input: normalised, or (SCALED) only multiplied by
-    the norm's weight with the sum of squares in `sums`, as `gpu_gemv` wants it."""
+    token's embedding as residual. `normed` gets the first layer's input: normalised, or (SCALED, one row) only
+    multiplied by the norm's weight, with the sum of squares in `sums`, as `gpu_gemv` wants it."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
@@ -38,7 +38,7 @@ def embed_kernel(
     weight = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
     squares = tl.sum(value * value, axis=0)
     if SCALED:
-        tl.store(sums + row * MAX_SUMS, squares)
+        tl.store(sums, squares)
         out = value * weight
     else:
         out = value * tl.rsqrt(squares / HIDDEN + eps) * weight
@@ -49,10 +49,11 @@ def embed_kernel(
 
 @triton.jit(do_not_specialize=["split_stride"])
 def add_norm_kernel(
-    partials, split_stride, residual, norm_weight, normed, eps,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    partials, split_stride, bias, residual, norm_weight, normed, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """residual += sum of the SPLITS partials [SPLITS, rows, HIDDEN]; normed = RMS norm of it (Zhang, Sennrich 2019)."""
+    """residual += sum of the SPLITS partials [SPLITS, rows, HIDDEN] (+ bias); normed = RMS norm of it (Zhang, Sennrich
+    2019)."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
@@ -63,6 +64,8 @@ def add_norm_kernel(
     value = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     for split in tl.static_range(SPLITS):
         value += tl.load(partials + split * split_stride.to(tl.int64) + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        value += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     rounded = value.to(residual.dtype.element_ty)
     value = rounded.to(tl.float32)
     out = value * tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps) * weight
@@ -73,8 +76,8 @@ def add_norm_kernel(
 
 
 @triton.jit
-def silu_kernel(gate_up, out, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out [rows, FFN] = silu(gate) * up of gate_up [rows, 2 FFN]."""
+def silu_kernel(gate_up, bias, out, FFN: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr):
+    """out [rows, FFN] = silu(gate) * up of gate_up [rows, 2 FFN] (+ bias [2 FFN])."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1)
     inside = columns < FFN
@@ -82,6 +85,9 @@ def silu_kernel(gate_up, out, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.co
         gdc_wait()
     gate = tl.load(gate_up + row * 2 * FFN + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * FFN + FFN + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        gate += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias + FFN + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
     tl.store(out + row * FFN + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
