@@ -18,6 +18,7 @@ HELP = {
     "load_format": "dummy: seeded random weights, from config.json alone",
     "max_model_len": "most tokens of one sequence, prompt and answer",
     "max_cells": "tokens whose keys and values the pool holds",
+    "gpu_memory_utilization": "share of a GPU's memory that weights, work and pool may take together",
     "max_prefill_tokens": "widest prefill forward",
     "min_prefill_tokens": "narrowest prefill forward",
     "max_num_seqs": "sequences that run at once",

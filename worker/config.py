@@ -25,6 +25,7 @@ class EngineConfig(BaseModel):
     load_format: LoadFormat = "auto"
     max_model_len: int | None = Field(default=None, ge=1)
     max_cells: int | None = Field(default=None, ge=1)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     max_prefill_tokens: int = Field(default=512, ge=2)
     min_prefill_tokens: int = Field(default=2, ge=2)
     max_num_seqs: int = Field(default=128, ge=1)

@@ -19,6 +19,8 @@ from worker.attention import Span
 # matrix instruction takes.
 LONG_ROWS = 128
 SHORT_ROWS = 16
+# Every table starts at a multiple of 16 bytes: a kernel is compiled anew for pointers that do and that do not.
+_ALIGNED = 4
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -59,11 +61,14 @@ def plan_prefill(spans: Sequence[Span], shared_heads: int, device: torch.device)
         "long_tiles": _tiles(chunks, ~is_short, shared_heads, LONG_ROWS),
         "short_tiles": _tiles(chunks, is_short, shared_heads, SHORT_ROWS),
     }
-    flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts.values()]))
-    if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    views = torch.split(flat, [part.size for part in parts.values()])
-    tensors = {name: view.view(part.shape) for (name, part), view in zip(parts.items(), views, strict=True)}
+    sizes = [-(-part.size // _ALIGNED) * _ALIGNED for part in parts.values()]
+    flat = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for part, view in zip(parts.values(), torch.split(flat, sizes), strict=True):
+        view.numpy()[: part.size] = part.ravel()
+    views = torch.split(flat.to(device, non_blocking=True), sizes)
+    tensors = {
+        name: view[: part.size].view(part.shape) for (name, part), view in zip(parts.items(), views, strict=True)
+    }
     return PrefillPlan(num_tokens=int(lengths.sum()), shared_heads=shared_heads, **tensors)
 
 

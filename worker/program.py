@@ -41,6 +41,10 @@ def build_executor(config: EngineConfig) -> Executor:
         torch.set_num_threads(config.num_threads)
     program = load_program(config)
     info, decoder = program.info, program.decoder
+    if decoder.device.type == "cuda":
+        from worker.cuda_memory import build_cuda_executor  # needs Triton, which only a GPU's machine has
+
+        return build_cuda_executor(config, info, decoder)
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     return TorchExecutor(info, decoder, pool)
 

@@ -34,7 +34,8 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights, context: int) -> None:
         """`context`: positions that tables are made for; no forward may go beyond it."""
         self.config = config
-        self._weights = weights
+        self.weights = weights
+        self.context = context
         like = weights.embedding
         cos, sin = rope_tables(config.rope, config.head_dim, context)
         self._cos = cos.to(like.device, like.dtype)
@@ -42,17 +43,17 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._weights.embedding.dtype
+        return self.weights.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._weights.embedding.device
+        return self.weights.embedding.device
 
     def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Run all layers over `tokens` int64[T] at `positions` int64[T]. Returns [T, E], before the last norm."""
-        hidden_te = functional.embedding(tokens, self._weights.embedding)
+        hidden_te = functional.embedding(tokens, self.weights.embedding)
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        for index, layer in enumerate(self._weights.layers):
+        for index, layer in enumerate(self.weights.layers):
             normed = rms_norm(hidden_te, layer.attention_norm, self.config.norm_eps)
             hidden_te.add_(self._attention(index, layer, normed, cos, sin, attention))
             normed = rms_norm(hidden_te, layer.mlp_norm, self.config.norm_eps)
@@ -61,8 +62,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of selected rows: `hidden` [K, E] to float32[K, vocab_size]."""
-        normed = rms_norm(hidden, self._weights.final_norm, self.config.norm_eps)
-        return functional.linear(normed, self._weights.head).float()
+        normed = rms_norm(hidden, self.weights.final_norm, self.config.norm_eps)
+        return functional.linear(normed, self.weights.head).float()
 
     def _attention(
         self, index: int, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, attention: Attention

@@ -1,0 +1,171 @@
+"""A CUDA executor of a tiny random model under the real planner, beside the torch executor over the same weights.
+
+Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1), where steps run eagerly in place of captured ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from planner.limits import Limits
+from planner.planner import Planner
+from planner.request import Request, Update
+from planner.step import Step
+from tests.decode_reference import random_weights
+from worker.cuda_decode import Capture, CudaDecode
+from worker.cuda_executor import CudaExecutor
+from worker.cuda_prefill import PrefillChain
+from worker.decode_shape import decode_shape
+from worker.executor import Executor, ProgramInfo
+from worker.graphs import DecodeGraphs, Draw
+from worker.kv_pool import KvPool
+from worker.models.config import ModelConfig
+from worker.models.decoder import Decoder
+from worker.models.rope import Rope, rope_tables
+from worker.torch_executor import TorchExecutor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+CONTEXT = 256
+
+LLAMA = ModelConfig(
+    architecture="llama", vocab_size=203, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=16, norm_eps=1e-5, rope=Rope(10000.0), context=CONTEXT, windows=(None, None),
+)  # fmt: skip
+QWEN3 = replace(LLAMA, architecture="qwen3", num_heads=4, num_kv_heads=4, head_dim=32, qk_norm=True)
+QWEN2 = replace(LLAMA, architecture="qwen2", hidden_size=56, num_heads=6, num_kv_heads=2, qkv_bias=True)
+MISTRAL = replace(LLAMA, architecture="mistral", head_dim=20, windows=(9, None))
+BIASED = replace(LLAMA, qkv_bias=True, output_bias=True, mlp_bias=True)
+MODELS = {"llama": LLAMA, "qwen3": QWEN3, "qwen2": QWEN2, "mistral": MISTRAL, "biased": BIASED}
+
+
+class EagerSteps:
+    """Decode steps that run when they are replayed, for where nothing can be captured."""
+
+    def __init__(self, step: Callable[[int, Draw], None], widths: Sequence[int], draws: Sequence[Draw]) -> None:
+        self._step, self._widths = step, widths
+
+    def width_for(self, num_rows: int) -> int:
+        return next(width for width in self._widths if width >= num_rows)
+
+    def replay(self, width: int, draw: Draw) -> None:
+        self._step(width, draw)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights on the device, in float32 unless told otherwise, with decoders over them."""
+
+    decoder: Decoder
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    dtype: torch.dtype
+
+    def info(self, num_cells: int, widths: tuple[int, ...], max_prefill_tokens: int) -> ProgramInfo:
+        config = self.decoder.config
+        return ProgramInfo(
+            name="tiny", architecture=config.architecture, vocab_size=config.vocab_size, context=CONTEXT,
+            max_prefill_tokens=max_prefill_tokens, min_prefill_tokens=2, widths=widths, num_cells=num_cells,
+            num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+            dtype=str(self.dtype), device=str(DEVICE), bytes_per_cell=1,
+        )  # fmt: skip
+
+    def pool(self, num_cells: int) -> KvPool:
+        config = self.decoder.config
+        pool = KvPool(config.num_layers, num_cells, config.num_kv_heads, config.head_dim, self.dtype, DEVICE)
+        # Cells that nobody wrote hold NaN: whoever reads one is found out.
+        pool.keys[:, :num_cells], pool.values[:, :num_cells] = float("nan"), float("nan")
+        return pool
+
+
+def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 1) -> Model:
+    config = MODELS[name]
+    weights = random_weights(decode_shape(config, CONTEXT, dtype), DEVICE, seed)
+    cos, sin = rope_tables(config.rope, config.head_dim, CONTEXT)
+    return Model(Decoder(config, weights, CONTEXT), (cos.to(DEVICE), sin.to(DEVICE)), dtype)
+
+
+def torch_executor(model: Model, num_cells: int = 1024, max_prefill_tokens: int = 64) -> TorchExecutor:
+    pool = model.pool(num_cells)
+    pool.keys.nan_to_num_(0.0)
+    pool.values.nan_to_num_(0.0)
+    return TorchExecutor(model.info(num_cells, (1, 2, 4, 8, 16), max_prefill_tokens), model.decoder, pool)
+
+
+def cuda_executor(
+    model: Model,
+    num_cells: int = 1024,
+    max_prefill_tokens: int = 64,
+    widths: tuple[int, ...] = (1, 2, 4, 8),
+    prefill: Callable[[PrefillChain], Any] = lambda chain: chain,
+) -> CudaExecutor:
+    """`prefill` may put something around the executor's prefill chain."""
+    info, pool, config = model.info(num_cells, widths, max_prefill_tokens), model.pool(num_cells), model.decoder.config
+    capture: Capture = EagerSteps if INTERPRETED else DecodeGraphs
+    decode = CudaDecode(config, model.decoder.weights, model.rotary, pool, widths, capture=capture)
+    chain = PrefillChain(config, model.decoder.weights, model.rotary, pool)
+    return CudaExecutor(info, model.decoder, prefill(chain), decode)
+
+
+class Rig:
+    """A planner over an executor, with as many steps in flight as `depth` says."""
+
+    def __init__(self, executor: Executor, *, depth: int = 1, max_num_seqs: int = 8, **changes: Any) -> None:
+        info = executor.info
+        fields: dict[str, Any] = {
+            "capacity": info.num_cells,
+            "context": info.context,
+            "vocab_size": info.vocab_size,
+            "max_prefill_tokens": info.max_prefill_tokens,
+            "min_prefill_tokens": info.min_prefill_tokens,
+            "widths": info.widths,
+            "max_num_seqs": max_num_seqs,
+            "max_batched_tokens": 64,
+            "prefill_chunk_tokens": 16,
+            "max_steps_in_flight": depth,
+        }
+        self.executor = executor
+        self.depth = depth
+        self.planner = Planner(Limits(**(fields | changes)))
+        self.in_flight: deque[Step] = deque()
+        self.steps: list[Step] = []
+
+    def answer(self, requests: Sequence[Request]) -> list[list[list[int]]]:
+        """Run all together; for each request the tokens of each of its sequences. None of them may fail."""
+        updates = self.updates(requests)
+        assert all(update.error is None for news in updates for update in news), updates
+        answers: list[list[list[int]]] = [[[] for _ in range(request.n)] for request in requests]
+        for tokens, news in zip(answers, updates, strict=True):
+            for update in news:
+                tokens[update.index].extend(update.tokens)
+        return answers
+
+    def answer_alone(self, requests: Sequence[Request]) -> list[list[list[int]]]:
+        return [self.answer([request])[0] for request in requests]
+
+    def updates(self, requests: Sequence[Request]) -> list[list[Update]]:
+        """Run all together; for each request its updates."""
+        ids = [self.planner.submit(request) for request in requests]
+        by_id: dict[int, list[Update]] = {request_id: [] for request_id in ids}
+        while self.planner.has_work:
+            for update in self.turn():
+                by_id[update.request_id].append(update)
+        return [by_id[request_id] for request_id in ids]
+
+    def turn(self) -> list[Update]:
+        """Launch a step if there is one, and settle the oldest when no more may be in flight, or nothing was to do."""
+        step = self.planner.plan()
+        if step is not None:
+            self.executor.launch(step)
+            self.in_flight.append(step)
+            self.steps.append(step)
+        if not self.in_flight or (step is not None and len(self.in_flight) < self.depth):
+            return []
+        updates = self.planner.commit(self.in_flight.popleft(), self.executor.collect())
+        self.planner.check()
+        return updates

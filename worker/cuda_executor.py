@@ -1,0 +1,256 @@
+"""Runs steps on a GPU without waiting for them: what is drawn stays on the device and feeds the next step.
+
+A step of nothing but lone decodes is one replay of a captured graph, however its slices are cut. Any other slice is an
+eager packed forward. Both draw into the decode state, and tokens are copied out behind the step. Rows that want more
+than the device draws by itself (penalties, bias, masks) are drawn from the same logits by `worker.sampler`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from planner.slices import Method, Slice
+from planner.step import Chunk, Step, StepResult
+from worker.attention import Span
+from worker.batch import Batch, Piece, cut, selector
+from worker.cuda_decode import CudaDecode
+from worker.cuda_outcomes import Drawn, StepRun
+from worker.cuda_prefill import PrefillChain
+from worker.decode_state import Moment, PendingTokens, SlotEntry
+from worker.executor import ProgramInfo
+from worker.graphs import Draw
+from worker.logprobs import token_logprobs
+from worker.models.decoder import Decoder
+from worker.prefill_plan import plan_prefill
+from worker.sampler import Draw as HostDraw
+from worker.sampler import sample
+from worker.slots import Slots, slots_needed
+
+# Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
+_LOGPROB_ROWS = 64
+# Row tables start at a multiple of 128 bytes, so that one compiled kernel serves any number of rows.
+_ALIGNED_ROWS = 32
+
+
+class CudaExecutor:
+    """An `Executor`; see `worker.executor`. Two steps in flight. Everything runs on torch's current stream.
+
+    Where a forward runs out of memory, the chunks that it held fail; any other error of the device is the executor's
+    end. Rows without finite logits fail alone.
+    """
+
+    def __init__(self, info: ProgramInfo, decoder: Decoder, prefill: PrefillChain, decode: CudaDecode) -> None:
+        self._info = info
+        self._decoder = decoder
+        self._prefill = prefill
+        self._decode = decode
+        self._device = decoder.device
+        self._shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
+        self._slots = Slots(slots_needed(info.widths[-1]))
+        self._failed: set[int] = set()  # sequences that the planner does not know yet to have failed
+        self._in_flight: deque[StepRun] = deque()
+
+    @property
+    def info(self) -> ProgramInfo:
+        return self._info
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        return 2
+
+    def launch(self, step: Step) -> None:
+        assert len(self._in_flight) < self.max_steps_in_flight
+        self._slots.drop(step.dropped)
+        self._failed.difference_update(step.dropped)
+        run = StepRun(step.chunks)
+        with torch.inference_mode():
+            if self._is_decode(step):
+                self._launch_decode(run)
+            else:
+                self._refuse_failed(run)
+                for piece_of in step.slices:
+                    self._launch_slice(piece_of, run)
+        self._in_flight.append(run)
+
+    def collect(self) -> StepResult:
+        with torch.inference_mode():
+            return StepResult(self._in_flight.popleft().outcomes())
+
+    def close(self) -> None:
+        self._in_flight.clear()
+
+    def _is_decode(self, step: Step) -> bool:
+        if self._failed or not step.slices or any(piece_of.method is not Method.DECODE for piece_of in step.slices):
+            return False
+        return all(chunk.length == 1 and chunk.samples and chunk.prompt_targets is None for chunk in step.chunks)
+
+    def _refuse_failed(self, run: StepRun) -> None:
+        """Chunks planned before their sequence's failure was known are not run."""
+        failed = [index for index, chunk in enumerate(run.chunks) if chunk.sequence_id in self._failed]
+        run.fail(failed, "the forward of the step before failed")
+
+    # One graph for all rows.
+
+    def _launch_decode(self, run: StepRun) -> None:
+        chunks, state = run.chunks, self._decode.state
+        slots, cells, masked, entries = [], [], [], []
+        for row, chunk in enumerate(chunks):
+            slot = self._slots.find(chunk.sequence_id)
+            if slot is None:
+                slot = self._slots.take(chunk.sequence_id, chunk.sampling)
+                entries.append(_entry(slot, chunk))
+            slots.append(slot)
+            cells.append(chunk.cells.item(chunk.start))
+            if chunk.masked:
+                masked.append(row)
+        state.enter(entries)
+        special = self._slots.needing_logits(slots)
+        if masked:
+            special = sorted({*special, *masked})
+        draw = Draw.SAMPLED if special or self._slots.any_random(slots) else Draw.GREEDY
+        self._decode.step(slots, cells, draw)
+        logits = None
+        if special:
+            logits = self._decode.logits(len(slots)).index_select(0, self._upload(special)).float()
+            redrawn = [place for place, row in enumerate(special) if _host_draw(chunks[row]).changes_logits]
+            if redrawn:
+                rows = [special[place] for place in redrawn]
+                tokens = self._redraw(logits, redrawn, [chunks[row] for row in rows], rows, state.out_tokens)
+                state.set_last_tokens(self._upload([slots[row] for row in rows]), tokens)
+        pending = state.fetch_tokens(len(slots))
+        run.drawn.append(_drawn(range(len(slots)), chunks, pending, special, logits))
+
+    # One eager forward a slice.
+
+    def _launch_slice(self, piece_of: Slice, run: StepRun) -> None:
+        batch = cut(run.chunks, piece_of, wanted=run.is_whole)
+        if batch is None:
+            return
+        try:
+            hidden = self._forward(batch)
+            self._draw_rows(batch, piece_of.method, hidden, run)
+            self._score_prompts(batch, hidden, run)
+        except torch.OutOfMemoryError as error:
+            run.fail((piece.index for piece in batch.pieces), f"the forward did not fit into the GPU's memory: {error}")
+            self._failed.update(piece.chunk.sequence_id for piece in batch.pieces)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        spans = [Span(p.row, p.start, p.length, p.chunk.cells[: p.start + p.length]) for p in batch.pieces]
+        plan = plan_prefill(spans, self._shared_heads, self._device)
+        tokens = self._upload(batch.tokens)
+        fed = [piece for piece in batch.pieces if piece.chunk.tokens is None]
+        if fed:
+            slots = self._upload([self._slot_of(piece.chunk) for piece in fed])
+            drawn = self._decode.state.last_token.index_select(0, slots)
+            tokens.index_copy_(0, self._upload([piece.row for piece in fed]), drawn.long())
+        return self._prefill.hidden(tokens, plan)
+
+    def _draw_rows(self, batch: Batch, method: Method, hidden: Tensor, run: StepRun) -> None:
+        drawing = [(piece, row) for piece in batch.pieces if (row := piece.sampled_row) is not None]
+        if not drawing:
+            return
+        pieces, num_rows = [piece for piece, _ in drawing], len(drawing)
+        rows = selector([row for _, row in drawing], method, self._info.min_prefill_tokens)
+        logits = self._decoder.logits(hidden.index_select(0, self._upload(rows)))[:num_rows]
+        slots = self._upload(self._enter(pieces))
+        outputs = torch.empty((2, _aligned(num_rows)), dtype=torch.int32, device=self._device)
+        self._decode.draw(logits, slots.int(), outputs[0, :num_rows], outputs[1, :num_rows])
+        chunks = [piece.chunk for piece in pieces]
+        redrawn = [row for row, chunk in enumerate(chunks) if _host_draw(chunk).changes_logits]
+        if redrawn:
+            self._redraw(logits, redrawn, [chunks[row] for row in redrawn], redrawn, outputs[0])
+        self._decode.state.set_last_tokens(slots, outputs[0, :num_rows])
+        pending = self._fetch(outputs, num_rows)
+        scored = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs is not None]
+        kept = logits.index_select(0, self._upload(scored)) if scored else None
+        run.drawn.append(_drawn([piece.index for piece in pieces], run.chunks, pending, scored, kept))
+
+    def _enter(self, pieces: Sequence[Piece]) -> list[int]:
+        """Put the sequences of drawing chunks into slots, as they are after the chunk; their tokens follow."""
+        slots, entries = [], []
+        for piece in pieces:
+            chunk, first = piece.chunk, piece.chunk.start
+            slot = self._slots.find(chunk.sequence_id)
+            if slot is None:
+                slot, first = self._slots.take(chunk.sequence_id, chunk.sampling), 0
+            length = chunk.start + chunk.length
+            slots.append(slot)
+            entries.append(SlotEntry(slot, length, chunk.cells[first:length], None, chunk.sampling, first))
+        self._decode.state.enter(entries)
+        return slots
+
+    def _score_prompts(self, batch: Batch, hidden: Tensor, run: StepRun) -> None:
+        """Waits for the device: prompt log probabilities are rare, and many."""
+        for piece in batch.pieces:
+            num_top = piece.chunk.sampling.logprobs or 0
+            for first in range(0, len(piece.targets), _LOGPROB_ROWS):
+                rows = list(piece.target_rows)[first : first + _LOGPROB_ROWS]
+                logits = self._decoder.logits(hidden.index_select(0, self._upload(rows)))
+                if not bool(logits.sum().isfinite()):
+                    run.fail([piece.index], "the forward gave logits that are not finite")
+                    self._failed.add(piece.chunk.sequence_id)
+                    break
+                targets = piece.targets[first : first + _LOGPROB_ROWS].tolist()
+                run.score_prompt(piece.index, token_logprobs(logits, targets, [num_top] * len(rows)))
+
+    # Both.
+
+    def _redraw(
+        self, logits: Tensor, places: Sequence[int], chunks: Sequence[Chunk], rows: Sequence[int], out_tokens: Tensor
+    ) -> Tensor:
+        """Draw again for `chunks`, from rows `places` of `logits`; into rows `rows` of `out_tokens`. Returns them."""
+        tokens = sample(logits.index_select(0, self._upload(places)), [_host_draw(chunk) for chunk in chunks])
+        out_tokens.index_copy_(0, self._upload(rows), tokens.int())
+        return tokens
+
+    def _fetch(self, outputs: Tensor, num_rows: int) -> PendingTokens:
+        host = torch.empty(outputs.shape, dtype=outputs.dtype, pin_memory=self._device.type == "cuda")
+        host.copy_(outputs, non_blocking=True)
+        ready = Moment(self._device)
+        ready.record()
+        tokens, bad = host[:, :num_rows].numpy()
+        return PendingTokens(tokens, bad, ready)
+
+    def _slot_of(self, chunk: Chunk) -> int:
+        slot = self._slots.find(chunk.sequence_id)
+        assert slot is not None, "a token that only the device knows was drawn for no slot"
+        return slot
+
+    def _upload(self, values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
+        """int64[n] on the device, without waiting for it."""
+        tensor = torch.from_numpy(np.asarray(values, dtype=np.int64))
+        if self._device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _entry(slot: int, chunk: Chunk) -> SlotEntry:
+    """A sequence whose lone token `chunk` is the first that it decodes in a slot."""
+    assert chunk.tokens is not None, "a token that only the device knows was drawn for no slot"
+    return SlotEntry(slot, chunk.start, chunk.cells[: chunk.start], int(chunk.tokens[0]), chunk.sampling)
+
+
+def _drawn(
+    indices: Sequence[int], chunks: Sequence[Chunk], pending: PendingTokens, rows: Sequence[int], logits: Tensor | None
+) -> Drawn:
+    """`logits` are those of `rows`; only the rows that want log probabilities keep theirs."""
+    places = [place for place, row in enumerate(rows) if chunks[indices[row]].sampling.logprobs is not None]
+    if logits is None or not places:
+        return Drawn(indices, pending)
+    if len(places) < len(rows):
+        logits = logits[places]
+    return Drawn(indices, pending, [rows[place] for place in places], logits)
+
+
+def _host_draw(chunk: Chunk) -> HostDraw:
+    return HostDraw(chunk.sampling, chunk.start + chunk.length, chunk.history, chunk.num_prompt, chunk.masked)
+
+
+def _aligned(num_rows: int) -> int:
+    return -(-num_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS

@@ -1,0 +1,142 @@
+"""Makes a CUDA executor, and gives its pool the memory that is left when everything else has run once.
+
+What graphs, scratch tensors and activations take is not computed but measured: a trial with a small pool captures all
+widths and runs the widest prefill, and then the device says what is free.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planner.errors import InvalidConfiguration
+from planner.request import SamplingParams
+from planner.slices import Method, Slice
+from planner.step import Chunk, Step
+from worker.config import EngineConfig
+from worker.cuda_decode import CudaDecode
+from worker.cuda_executor import CudaExecutor
+from worker.cuda_prefill import PrefillChain
+from worker.executor import ProgramInfo
+from worker.kv_pool import KvPool
+from worker.models.decoder import Decoder
+from worker.models.rope import rope_tables
+
+logger = logging.getLogger(__name__)
+
+Make = Callable[[int], CudaExecutor]
+"""An executor with a pool of so many cells, that has run once."""
+
+
+def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decoder) -> CudaExecutor:
+    """Size the pool (unless `config.max_cells` says how large it is), capture all widths, and run everything once.
+
+    Raises `InvalidConfiguration` where the memory does not hold one context's cells, or not `max_cells`.
+    """
+    began = time.perf_counter()
+    cos, sin = rope_tables(decoder.config.rope, decoder.config.head_dim, info.context)
+    rotary = cos.to(decoder.device), sin.to(decoder.device)
+
+    def make(num_cells: int) -> CudaExecutor:
+        executor = make_cuda_executor(replace(info, num_cells=num_cells), decoder, rotary)
+        warm_up(executor)
+        return executor
+
+    try:
+        num_cells = config.max_cells or _cells_that_fit(make, info, decoder.device, config.gpu_memory_utilization)
+        captured = time.perf_counter()
+        executor = make(num_cells)
+    except torch.OutOfMemoryError as error:
+        raise InvalidConfiguration(
+            f"the GPU's memory does not hold the pool and the work beside the weights: {error}",
+            param="gpu_memory_utilization" if config.max_cells is None else "max_cells",
+        ) from error
+    logger.info("sized in %.1f s, captured in %.1f s", captured - began, time.perf_counter() - captured)
+    return executor
+
+
+def make_cuda_executor(info: ProgramInfo, decoder: Decoder, rotary: tuple[Tensor, Tensor]) -> CudaExecutor:
+    """An executor with a pool of `info.num_cells`. `rotary`: cos and sin, float32 [context, head_dim / 2]."""
+    pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
+    decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths)
+    return CudaExecutor(info, decoder, PrefillChain(decoder.config, decoder.weights, rotary, pool), decode)
+
+
+def warm_up(executor: CudaExecutor) -> None:
+    """Run what is slow or large the first time: the widest prefill with as many draws as there may be, one long chunk
+    beside a lone token, and a decode. Leaves nothing behind but what cells hold."""
+    info = executor.info
+    room = min(info.max_prefill_tokens, info.num_cells)
+    draws = min(info.widths[-1], room)
+    each = min(room // draws, info.context - 1)
+    longest = max(1, min(room, info.context) - 1)
+    batches = [[each] * draws, [longest, 1] if longest < room else [1], [1]]
+    held: tuple[int, ...] = ()
+    for number, lengths in enumerate(batches):
+        method = Method.PREFILL if len(lengths) > 1 else Method.DECODE
+        chunks = _chunks(lengths)
+        executor.launch(Step(number, chunks, (Slice(0, sum(lengths), method),), held))
+        executor.collect()
+        held = tuple(chunk.sequence_id for chunk in chunks)
+    executor.launch(Step(len(batches), (), (), held))
+    executor.collect()
+
+
+def _cells_that_fit(make: Make, info: ProgramInfo, device: torch.device, utilization: float) -> int:
+    """Run a trial with a small pool, and see what it leaves."""
+    weight_bytes = torch.cuda.memory_allocated(device)
+    free_before = _free_bytes(device)
+    trial_cells = info.max_prefill_tokens
+    trial = make(trial_cells)
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    del trial
+    _free_bytes(device)
+    trial_bytes = (trial_cells + 1) * info.bytes_per_cell
+    affordable = free + trial_bytes - int(total * (1 - utilization))
+    num_cells = max(0, affordable // info.bytes_per_cell - 1)
+    logger.info(
+        "of %d bytes: weights %d, graphs and largest forward %d, pool %d in %d cells",
+        total, weight_bytes, free_before - free - trial_bytes, num_cells * info.bytes_per_cell, num_cells,
+    )  # fmt: skip
+    if num_cells < info.context:
+        raise InvalidConfiguration(
+            f"{affordable} bytes are left for the pool: {num_cells} cells of {info.bytes_per_cell} bytes, and a "
+            f"context is {info.context}; lower max_model_len or max_prefill_tokens, or raise gpu_memory_utilization "
+            f"({utilization})",
+            param="max_model_len",
+        )
+    return num_cells
+
+
+def _free_bytes(device: torch.device) -> int:
+    """After everything that nobody uses any more went back."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def _chunks(lengths: list[int]) -> tuple[Chunk, ...]:
+    """Drawing chunks of these lengths, in the first cells of the pool."""
+    ends = list(itertools.accumulate(lengths))
+    return tuple(
+        Chunk(
+            sequence_id=-end,  # ids of real sequences are positive
+            start=0,
+            length=length,
+            cells=np.arange(end - length, end, dtype=np.int32),
+            tokens=np.zeros(length, dtype=np.int64),
+            samples=True,
+            sampling=SamplingParams(),
+        )
+        for length, end in zip(lengths, ends, strict=True)
+    )

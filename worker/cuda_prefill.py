@@ -1,0 +1,93 @@
+"""The layers of a packed prefill forward on the GPU: few launches a layer, nothing kept but cells.
+
+The maths is `worker.models.decoder`'s, which the tests compare it with; here the norms of heads, the rotation and the
+write to cells are one kernel, and so are add-and-norm and SwiGLU's product. Matrix products are the vendor library's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from worker.decode_buffers import next_power_of_2
+from worker.gpu_norm import add_norm_kernel, silu_kernel
+from worker.kv_pool import KvPool
+from worker.models.config import ModelConfig
+from worker.models.layers import rms_norm
+from worker.models.weights import DecoderWeights
+from worker.prefill_attention import attend
+from worker.prefill_plan import PrefillPlan
+from worker.write_cells import rotate_and_write
+
+_SILU_BLOCK = 1024
+
+
+class PrefillChain:
+    """One model's prefill forwards over one pool. `rotary`: cos and sin, float32 [context, head_dim / 2]."""
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, rotary: tuple[Tensor, Tensor], pool: KvPool
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._cos, self._sin = rotary
+        self._pool = pool
+
+    def hidden(self, tokens: Tensor, plan: PrefillPlan) -> Tensor:
+        """Run all layers over `tokens` int64[T], laid out as in `plan`; [T, E], before the last norm.
+
+        Keys and values of the tokens are in their cells afterwards. Raises torch's `OutOfMemoryError` where the
+        activations do not fit.
+        """
+        config, weights = self._config, self._weights
+        residual = functional.embedding(tokens, weights.embedding)
+        normed = rms_norm(residual, weights.layers[0].attention_norm, config.norm_eps)
+        for index, layer in enumerate(weights.layers):
+            qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
+            attended = self._attended(index, qkv, plan)
+            projected = functional.linear(attended, layer.output)
+            self._add_norm(projected, layer.output_bias, residual, layer.mlp_norm, normed)
+            gate_up = functional.linear(normed, layer.gate_up)
+            projected = functional.linear(self._gated(gate_up, layer.gate_up_bias), layer.down)
+            if index + 1 < len(weights.layers):
+                next_norm = weights.layers[index + 1].attention_norm
+                self._add_norm(projected, layer.down_bias, residual, next_norm, normed)
+            else:
+                residual += projected if layer.down_bias is None else projected.add_(layer.down_bias)
+        return residual
+
+    def _attended(self, index: int, qkv: Tensor, plan: PrefillPlan) -> Tensor:
+        config, layer = self._config, self._weights.layers[index]
+        keys, values = self._pool.keys[index], self._pool.values[index]
+        query, attended = qkv.new_empty((2, len(qkv), config.num_heads, config.head_dim)).unbind()
+        rotate_and_write(
+            qkv, plan.positions, plan.new_cells, self._cos, self._sin, keys, values, query,
+            layer.query_norm, layer.key_norm, config.norm_eps,
+        )  # fmt: skip
+        attend(query, keys, values, plan, attended, config.windows[index])
+        return attended.view(len(qkv), -1)
+
+    def _add_norm(self, added: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, normed: Tensor) -> None:
+        """`residual` += `added` (+ `bias`); `normed` = its norm."""
+        num_rows, hidden = residual.shape
+        add_norm_kernel[(num_rows,)](
+            added, 0, norm if bias is None else bias, residual, norm, normed, self._config.norm_eps,
+            HIDDEN=hidden, BLOCK=next_power_of_2(hidden), SPLITS=1, HAS_BIAS=bias is not None,
+            **_plain(8 if hidden > 1024 else 4),
+        )  # fmt: skip
+
+    def _gated(self, gate_up: Tensor, bias: Tensor | None) -> Tensor:
+        ffn = self._config.intermediate_size
+        active = gate_up.new_empty((len(gate_up), ffn))
+        silu_kernel[(-(-ffn // _SILU_BLOCK), len(gate_up))](
+            gate_up, gate_up if bias is None else bias, active, FFN=ffn, BLOCK=_SILU_BLOCK, HAS_BIAS=bias is not None,
+            **_plain(4),
+        )  # fmt: skip
+        return active
+
+
+def _plain(warps: int) -> dict[str, Any]:
+    """A launch that waits for the one before to end, as a launch does by itself."""
+    return {"PDL": False, "num_warps": warps}
