@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
+from cluster.activity import Activity, activity
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
 from cluster.http_api import Service, create_app
@@ -52,6 +53,10 @@ class Gateway:
     async def check_health(self) -> None:
         if self._streams.fault is not None:
             raise RuntimeError("a stream to a worker met a fault of ours") from self._streams.fault
+
+    async def activity(self) -> Activity:
+        """What is alive here; asked over a Serve handle by whoever looks for leaks."""
+        return activity(self._streams.num_live)
 
     async def __del__(self) -> None:
         """Serve's shutdown hook, after the requests that ran here have ended or the time for that is up."""

@@ -18,6 +18,7 @@ from ray import serve
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
 from cluster.engine_factory import make_engine
+from planner.limits import Snapshot
 from worker.engine import EngineState
 from worker.serving import DataPlaneServer
 
@@ -72,6 +73,10 @@ class Worker:
     async def num_live(self) -> int:
         """Requests that run or wait here."""
         return self._engine.num_live
+
+    async def snapshot(self) -> Snapshot:
+        """Cells and sequences after the last step; asked over a Serve handle by whoever checks them."""
+        return self._engine.snapshot
 
     async def __del__(self) -> None:
         """Serve's shutdown hook: gateways have left already, or leave at the drain. Runs once, before the process ends.
