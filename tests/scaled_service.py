@@ -48,9 +48,9 @@ def wait_for_workers(count: int) -> None:
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         overview = serve.status().applications.get("raycomb")
-        if overview is not None and overview.status == "RUNNING":
-            if dict(overview.deployments["Worker"].replica_states) == {"RUNNING": count}:
-                return
+        running = overview is not None and overview.status == "RUNNING"
+        if running and dict(overview.deployments["Worker"].replica_states) == {"RUNNING": count}:
+            return
         time.sleep(0.2)
     raise SystemExit(f"no {count} workers: {serve.status()}")
 
