@@ -63,7 +63,8 @@ def make_case(sequences: list[Sequence], shape: Shape, dtype: torch.dtype) -> Ca
     rng = np.random.default_rng(0)
     needed = sum(s.start + s.length for s in sequences)
     num_cells = needed + 17
-    order = rng.permutation(num_cells).astype(np.int32)
+    # Cell 0 stays NaN: a kernel that reads it in place of nothing shows.
+    order = (1 + rng.permutation(num_cells - 1)).astype(np.int32)
     pool = KvPool(2, num_cells, shape.num_kv_heads, shape.head_dim, dtype, DEVICE)
     pool.keys.fill_(torch.nan)
     pool.values.fill_(torch.nan)

@@ -165,7 +165,12 @@ def _mix(
         else:
             cell = tl.load(cells + seen).to(tl.int64)
         offset = (cell * CELL_STRIDE)[:, None] + dim[None, :]
-        if HEAD_DIM == BLOCK_DIM:
+        if MASKED:
+            # What lies beyond the end is another's, and may be NaN, which no weight of zero takes away.
+            is_there = is_dim & (seen < end)[:, None]
+            k = tl.load(keys + offset, mask=is_there, other=0.0)
+            v = tl.load(values + offset, mask=is_there, other=0.0)
+        elif HEAD_DIM == BLOCK_DIM:
             k = tl.load(keys + offset)
             v = tl.load(values + offset)
         else:
