@@ -10,6 +10,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from cluster.settings_sources import merged_tokens
 from planner.errors import RaycombError
@@ -22,6 +23,16 @@ COMMANDS = {
 EXIT_CODE_OF_SETUP_ERRORS = 2
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and where to read more, instead of printing every flag."""
+
+    def error(self, message: str) -> NoReturn:
+        self.complain(self.prog, message)
+
+    def complain(self, prog: str, message: str) -> NoReturn:
+        self.exit(EXIT_CODE_OF_SETUP_ERRORS, f"{prog}: error: {message} ({prog} --help tells more)\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (that of the process, if None); gives the exit code."""
     try:
@@ -29,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = make_parser(tokens)
         if tokens[:1] == ["serve"] and not {"-h", "--help"} & set(tokens):
             tokens = ["serve", *merged_tokens(serve_parser(), tokens[1:])]
-        args = parser.parse_args(tokens)
+        args, unknown = parser.parse_known_args(tokens)
+        if unknown:
+            parser.complain(f"raycomb {args.command}", f"unrecognised arguments: {' '.join(unknown)}")
         code: int = args.execute(args)
     except RaycombError as error:
         print(f"raycomb: error: {error.message}", file=sys.stderr)
@@ -39,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def make_parser(tokens: Sequence[str]) -> argparse.ArgumentParser:
+def make_parser(tokens: Sequence[str]) -> Parser:
     """The parser of all commands; only the one that `tokens` ask for is imported."""
-    parser = argparse.ArgumentParser(prog="raycomb", description="Batched language-model serving on many GPUs.")
+    parser = Parser(prog="raycomb", description="Batched language-model serving on many GPUs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{serve,run,bench}")
     for name, (module_name, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
@@ -56,7 +69,7 @@ def serve_parser() -> argparse.ArgumentParser:
     """The parser of `raycomb serve` alone, with all its settings."""
     from cluster.serve_command import add_arguments
 
-    parser = argparse.ArgumentParser(prog="raycomb serve", allow_abbrev=False)
+    parser = Parser(prog="raycomb serve", allow_abbrev=False)
     add_arguments(parser)
     return parser
 

@@ -89,7 +89,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
 
 def port_number(text: str) -> int:
     """A port that can be listened on, for argparse."""
-    if not 1 <= int(text) <= 65_535:
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:6]) <= 65_535):
         raise argparse.ArgumentTypeError(f"{text} is not a port: ports are 1 to 65535")
     return int(text)
 

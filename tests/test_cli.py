@@ -103,12 +103,26 @@ def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(
     assert "tokenizer.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("tokens", [["serve", "m", "--no-such-flag"], ["serve", "m", "--port", "0"], ["fly"], []])
-def test_a_malformed_command_line_is_exit_code_2(tokens: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (["serve", "m", "--no-such-flag", "3"], "raycomb serve: error: unrecognised arguments: --no-such-flag 3 (ray"),
+        (["serve", "m", "--port", "0"], "0 is not a port"),
+        (["serve", "m", "--port", "http"], "http is not a port"),
+        (["serve", "m", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([], "arguments are required"),
+    ],
+)
+def test_a_malformed_command_line_is_one_line_and_exit_code_2(
+    tokens: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main(tokens)
     assert end.value.code == 2
-    assert "usage: raycomb" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
+    assert line.endswith("--help tells more)")
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
