@@ -12,7 +12,7 @@ MAX_SUBMITS = 1024
 
 
 class Outbox:
-    """Submits in their order, then cancels. Owner: one worker's stream, on the gateway's event loop.
+    """What was read, then submits in order, then cancels. Owner: one worker's stream, on the gateway's event loop.
 
     Only submits are bounded by number; cancels are at most one for each request that lives on the stream, since
     those of one request are merged. A request that is cancelled before it was written is not written at all.
@@ -22,6 +22,7 @@ class Outbox:
         self._max_submits = max_submits
         self._submits: dict[int, pb.Submit] = {}
         self._cancels: dict[int, set[int] | None] = {}  # None: all indices
+        self._num_read: int | None = None
         self._filled = asyncio.Event()
 
     def submit(self, submit: pb.Submit) -> None:
@@ -39,11 +40,19 @@ class Outbox:
         self._cancels[request_id] = None if indices is None or known is None else known | set(indices)
         self._filled.set()
 
+    def note_read(self, num_messages: int) -> None:
+        """Tell the worker that so many messages were read; only the newest number is sent."""
+        self._num_read = num_messages
+        self._filled.set()
+
     async def take(self) -> pb.Command:
         """The next command; waits for one."""
-        while not self._submits and not self._cancels:
+        while not self._submits and not self._cancels and self._num_read is None:
             self._filled.clear()
             await self._filled.wait()
+        if self._num_read is not None:
+            num_messages, self._num_read = self._num_read, None
+            return pb.Command(read=pb.Read(num_messages=num_messages))
         if self._submits:
             return pb.Command(submit=self._submits.pop(next(iter(self._submits))))
         request_id = next(iter(self._cancels))

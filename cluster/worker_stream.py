@@ -129,13 +129,14 @@ class WorkerStream:
         self._outbox = Outbox()
         async with grpc.aio.insecure_channel(self.member.address, options=STREAM_OPTIONS) as channel:
             call = pb_grpc.WorkerStub(channel).Attach(metadata=((SECRET_METADATA, self._secret),))
-            tasks = [
+            writing = asyncio.create_task(self._write(call), name=f"write {worker_id}")
+            ending = [
                 asyncio.create_task(self._read(call), name=f"read {worker_id}"),
-                asyncio.create_task(self._write(call), name=f"write {worker_id}"),
                 asyncio.create_task(self._wait_until_retired(), name=f"retire {worker_id}"),
             ]
+            tasks = [writing, *ending]
             try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -150,13 +151,20 @@ class WorkerStream:
         if hello is None or hello.info.worker_id != self.member.worker_id:
             return  # not this worker: its port may have gone to another one
         self._join(hello)
+        num_messages = 0
         async for message in messages:
             self._dispatch(message)
+            # Written by a task that wakes behind the readers woken just now, so it follows their having read.
+            num_messages += 1
+            self._outbox.note_read(num_messages)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.Command, pb.StepUpdates]) -> None:
         while True:
             command = await self._outbox.take()
-            await call.write(command)
+            try:
+                await call.write(command)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the call is over; the reader first takes what the worker had still sent, and then says why
 
     async def _wait_until_retired(self) -> None:
         await self._idle.wait()

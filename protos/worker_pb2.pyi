@@ -23,12 +23,14 @@ FINISH_REASON_FAILED: FinishReason
 FINISH_REASON_REFUSED: FinishReason
 
 class Command(_message.Message):
-    __slots__ = ("submit", "cancel")
+    __slots__ = ("submit", "cancel", "read")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    read: Read
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., read: _Optional[_Union[Read, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("request_id", "prompt", "max_tokens", "min_tokens", "stop_token_ids", "n", "priority", "prompt_logprobs", "sampling")
@@ -90,6 +92,12 @@ class Cancel(_message.Message):
     request_id: int
     indices: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, request_id: _Optional[int] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Read(_message.Message):
+    __slots__ = ("num_messages",)
+    NUM_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    num_messages: int
+    def __init__(self, num_messages: _Optional[int] = ...) -> None: ...
 
 class StepUpdates(_message.Message):
     __slots__ = ("info", "updates", "snapshot")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,9 @@ class Gateway:
         if not isinstance(message, pb.StepUpdates):
             raise EOFError(await self.call.code())
         self.messages.append(message)
+        if not message.HasField("info"):
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the stream is ending: read on
+                await self.call.write(pb.Command(read=pb.Read(num_messages=len(self.messages) - 1)))
         if message.HasField("snapshot"):
             self.snapshot = wire.snapshot_from_proto(message.snapshot)
             self.draining = message.snapshot.draining

@@ -9,7 +9,7 @@ from planner.limits import Snapshot
 from planner.request import FinishReason, TokenLogprobs, Update
 from tests.data_plane import PATIENCE_S
 from worker.engine import StepReport
-from worker.outbox import MAX_UNREAD_ENDS, Outbox, merged
+from worker.outbox import MAX_UNREAD_ENDS, MAX_UNREAD_MESSAGES, Outbox, merged
 
 SNAPSHOT = Snapshot(10, 10, 0, 0, 0, 0, 0, 0)
 
@@ -35,7 +35,11 @@ async def test_what_waits_in_an_outbox_is_bounded_by_sequences_not_by_steps() ->
     assert len(message.updates) == 1
     assert list(message.updates[0].tokens) == list(range(500))
     outbox.finish()
-    assert await outbox.next() is None
+    ending = asyncio.create_task(outbox.next())
+    await asyncio.sleep(0)
+    assert not ending.done()
+    outbox.note_read(1)
+    assert await ending is None
 
 
 async def test_an_outbox_is_idle_when_the_last_end_was_sent() -> None:
@@ -63,3 +67,38 @@ async def test_a_gateway_that_does_not_read_its_refusals_is_not_read_from() -> N
     assert message is not None
     assert len(message.updates) == MAX_UNREAD_ENDS + 1
     await asyncio.wait_for(waiting, PATIENCE_S)
+
+
+async def test_nothing_is_sent_while_enough_messages_are_unread_and_the_news_merge() -> None:
+    outbox = Outbox()
+    outbox.open(1, 1)
+
+    def add(token: int) -> None:
+        outbox.add(StepReport(((1, Update(9, 0, (token,))),), SNAPSHOT), draining=False)
+
+    for token in range(MAX_UNREAD_MESSAGES):
+        add(token)
+        assert await outbox.next() is not None
+    sending = asyncio.create_task(outbox.next())
+    for token in (7, 8, 9):
+        add(token)
+        await asyncio.sleep(0)
+    assert not sending.done()
+    outbox.note_read(1)
+    message = await asyncio.wait_for(sending, PATIENCE_S)
+    assert message is not None
+    assert list(message.updates[0].tokens) == [7, 8, 9]
+
+
+async def test_unread_messages_hold_up_neither_the_end_nor_commands_that_wait_for_room() -> None:
+    ending, crowded = Outbox(), Outbox()
+    for outbox in (ending, crowded):
+        for _ in range(MAX_UNREAD_MESSAGES):
+            outbox.refuse(1, Unavailable("no"))
+            assert await outbox.next() is not None
+    ending.hang_up()
+    assert await asyncio.wait_for(ending.next(), PATIENCE_S) is None
+    for key in range(MAX_UNREAD_ENDS + 1):
+        crowded.refuse(key, Unavailable("no"))
+    assert await asyncio.wait_for(crowded.next(), PATIENCE_S) is not None
+    await asyncio.wait_for(crowded.wait_for_room(), PATIENCE_S)

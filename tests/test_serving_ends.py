@@ -134,7 +134,7 @@ async def test_a_gateway_that_never_reads_cannot_hold_up_the_end() -> None:
         worker.engine.connect(watcher)
         for key in range(16):
             await gateway.submit(key, request)
-        await asyncio.to_thread(watcher.wait, lambda: watcher.snapshot.step >= 200)
+        await asyncio.to_thread(watcher.wait, lambda: bool(watcher.reports) and watcher.snapshot.step >= 200)
         await asyncio.to_thread(watcher.wait_quiet)
         assert not await worker.server.drain(timeout_s=0.01)
         async with asyncio.timeout(PATIENCE_S):

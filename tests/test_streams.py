@@ -40,6 +40,7 @@ class ScriptedWorker(pb_grpc.WorkerServicer):
             max_num_seqs=8,
         )
         self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()
+        self.num_read = 0
         self.attached = 0
         self._out: asyncio.Queue[pb.StepUpdates | None] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
@@ -55,7 +56,10 @@ class ScriptedWorker(pb_grpc.WorkerServicer):
 
         async def read() -> None:
             async for command in request_iterator:
-                self.commands.put_nowait(command)
+                if command.WhichOneof("command") == "read":
+                    self.num_read = command.read.num_messages
+                else:
+                    self.commands.put_nowait(command)
 
         reader = asyncio.create_task(read())
         try:
@@ -342,3 +346,17 @@ def test_a_subscriber_hears_the_membership_as_it_is_and_as_it_changes() -> None:
     unsubscribe()
     board.publish("app/Worker", members_of([{"worker_id": "c", "address": "h:3"}]))
     assert heard == [["a"], []]
+
+
+async def test_a_worker_hears_that_its_messages_were_read_once_their_readers_had_them() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        generation = streams.submit(request())
+        await worker.heard()
+        for token in (7, 8, 9):
+            worker.say(tokens(token))
+        got: list[int] = []
+        while len(got) < 3:
+            got += [token for update in await generation.next() for token in update.tokens]
+        await until(lambda: worker.num_read == 3)
+        assert got == [7, 8, 9]

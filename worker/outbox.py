@@ -1,7 +1,8 @@
 """What one gateway has not been sent yet. Owner: the event loop.
 
 When the gateway reads slower than the engine steps, the news of one sequence merge into one update: what waits is
-bounded by the sequences and their budgets, not by the number of steps.
+bounded by the sequences and their budgets, not by the number of steps. The transport would not tell: it buffers
+megabytes. So the gateway says what it has read, and nothing is sent while `MAX_UNREAD_MESSAGES` are not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from worker.engine import StepReport
 MAX_UNREAD_ENDS = 4096
 """While a gateway leaves more ends than this unread, its commands are not read: it cannot pile them up."""
 
+MAX_UNREAD_MESSAGES = 2
+"""One is being read while the next is on its way."""
+
 
 class Outbox:
     """Takes reports in, and gives out one message at a time that holds all there is."""
@@ -27,9 +31,16 @@ class Outbox:
         self._refusals: list[tuple[int, RequestRefused]] = []
         self._snapshot: pb.Snapshot | None = None
         self._num_unread_ends = 0
+        self._num_unread_messages = 0
+        self._num_sent = 0
         self._is_sending = False
         self._finished = False
+        self._hung_up = False
         self._news = asyncio.Event()
+        self._may_send = asyncio.Event()
+        self._may_send.set()
+        self._all_read = asyncio.Event()
+        self._all_read.set()
         self._room = asyncio.Event()
         self._room.set()
 
@@ -66,19 +77,33 @@ class Outbox:
         self._news.set()
 
     def finish(self) -> None:
-        """Give out what there is, and then nothing more."""
+        """Give out what there is, wait for all of it to be read, and then give out nothing more."""
         self._finished = True
         self._news.set()
+        self._note_credit()
+
+    def hang_up(self) -> None:
+        """The gateway says nothing more, not even what it reads: `finish` without waiting for that."""
+        self._hung_up = True
+        self.finish()
+
+    def note_read(self, num_messages: int) -> None:
+        """The gateway has read so many messages since the stream began."""
+        self._num_unread_messages = self._num_sent - num_messages
+        self._note_credit()
 
     async def wait_for_room(self) -> None:
         await self._room.wait()
 
     async def next(self) -> pb.StepUpdates | None:
         """Wait for news; all of them as one message, to be sent before the next call. None when there will be none."""
+        await self._may_send.wait()
         await self._news.wait()
         if not self._finished:
             self._news.clear()
         elif self._snapshot is None and not self._refusals:
+            # A gateway's transport drops what it has not handed over when the stream ends under one of its writes.
+            await self._all_read.wait()
             return None
         message = pb.StepUpdates(snapshot=self._snapshot)
         for (request_id, _), update in self._updates.items():
@@ -89,7 +114,10 @@ class Outbox:
         self._updates, self._refusals, self._snapshot = {}, [], None
         self._num_unread_ends = 0
         self._is_sending = True
+        self._num_sent += 1
+        self._num_unread_messages += 1
         self._room.set()
+        self._note_credit()
         return message
 
     def note_sent(self) -> None:
@@ -99,6 +127,19 @@ class Outbox:
         self._num_unread_ends += 1
         if self._num_unread_ends > MAX_UNREAD_ENDS:
             self._room.clear()
+            self._note_credit()
+
+    def _note_credit(self) -> None:
+        # While no command is read, no word of what was read gets through either: then the transport alone decides.
+        may_send = self._num_unread_messages < MAX_UNREAD_MESSAGES or self._finished or not self._room.is_set()
+        for event, holds in (
+            (self._may_send, may_send),
+            (self._all_read, self._hung_up or not self._num_unread_messages),
+        ):
+            if holds:
+                event.set()
+            else:
+                event.clear()
 
     def _close(self, request_id: int) -> None:
         self._open[request_id] -= 1

@@ -134,9 +134,11 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
                     _submit(command.submit, client, outbox)
                 case "cancel":
                     client.cancel(command.cancel.request_id, tuple(command.cancel.indices) or None)
+                case "read":
+                    outbox.note_read(command.read.num_messages)
                 case None:
                     logger.warning("a gateway sent a command that this version does not know")
-        outbox.finish()
+        outbox.hang_up()
 
     async def _write(self, outbox: Outbox, context: Context) -> None:
         await context.write(pb.StepUpdates(info=self._info))
