@@ -26,7 +26,7 @@ from worker.cuda_prefill import PrefillChain  # noqa: E402
 from worker.prefill_plan import PrefillPlan  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0.0)
-NUM_TOKENS = 4 if INTERPRETED else 12
+NUM_TOKENS = 3 if INTERPRETED else 12
 LENGTHS = (1, 3, 17) if INTERPRETED else (1, 2, 3, 7, 15, 16, 17, 33, 40, 50, 64, 65, 90)
 
 
