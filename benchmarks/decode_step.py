@@ -15,10 +15,12 @@ import json
 import statistics
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
 import torch
+import triton
 
 from tests.decode_reference import random_weights, rotary_tables
 from worker.decode_buffers import DecodeBuffers
@@ -163,9 +165,11 @@ def main() -> None:
             )  # fmt: skip
         del bench
     result = {
+        "date": datetime.now(UTC).date().isoformat(),
         "benchmark": "decode_step",
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
+        "triton": triton.__version__,
         "read_bytes_per_s": READ_BYTES_PER_S,
         "steps": STEPS,
         "rows": rows,

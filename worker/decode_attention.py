@@ -54,19 +54,30 @@ def _rotated(
 
 
 @triton.jit
-def _combined(part_out, part_max, part_sum, at, dims, inside, SPLITS: tl.constexpr, D: tl.constexpr):
-    """Heads [n, dims] of the whole context from the SPLITS partial results of heads `at` [n]. The first split holds
-    the new token, so the largest score is finite."""
+def _splits_used(num_cells, SPLITS: tl.constexpr, SHARE: tl.constexpr):
+    """Of SPLITS programs, those that have work: a split takes SHARE cells before another one is used."""
+    return tl.minimum(tl.maximum(tl.cdiv(num_cells, SHARE), 1), SPLITS)
+
+
+@triton.jit
+def _combined(part_out, part_max, part_sum, at, dims, inside, used, SPLITS: tl.constexpr, D: tl.constexpr):
+    """Heads [n, dims] of the whole context from the first `used` partial results of heads `at` [n]. The first split
+    holds the new token, so the largest score is finite."""
+    none = float("-inf")
     largest = tl.load(part_max + at * SPLITS, cache_modifier=".cg")
     for split in tl.static_range(1, SPLITS):
-        largest = tl.maximum(largest, tl.load(part_max + at * SPLITS + split, cache_modifier=".cg"))
+        score = tl.load(part_max + at * SPLITS + split, mask=at * 0 + split < used, other=none, cache_modifier=".cg")
+        largest = tl.maximum(largest, score)
     total = tl.zeros_like(largest)
     acc = tl.zeros_like(at[:, None] + dims).to(tl.float32)
     for split in tl.static_range(SPLITS):
-        weight = tl.exp2(tl.load(part_max + at * SPLITS + split, cache_modifier=".cg") - largest)
-        total += weight * tl.load(part_sum + at * SPLITS + split, cache_modifier=".cg")
+        there = at * 0 + split < used
+        score = tl.load(part_max + at * SPLITS + split, mask=there, other=none, cache_modifier=".cg")
+        weight = tl.exp2(score - largest)
+        total += weight * tl.load(part_sum + at * SPLITS + split, mask=there, other=0.0, cache_modifier=".cg")
         offsets = (at * SPLITS + split)[:, None] * D + dims
-        acc += weight[:, None] * tl.load(part_out + offsets, mask=inside, other=0.0, cache_modifier=".cg")
+        mask = inside & there[:, None]
+        acc += weight[:, None] * tl.load(part_out + offsets, mask=mask, other=0.0, cache_modifier=".cg")
     return acc / total[:, None]
 
 
@@ -100,15 +111,16 @@ def attention_kernel(
     qkv, split_stride, bias, q_norm, k_norm, cos, sin, row_slots, length, new_cells, table, table_stride,
     k_pool, v_pool, out, part_out, part_max, part_sum, arrived, scale, eps, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
-    GROUP_PADDED: tl.constexpr, QKV_SPLITS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, WINDOWED: tl.constexpr, LAST_REDUCES: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP_PADDED: tl.constexpr, QKV_SPLITS: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, WINDOWED: tl.constexpr,
+    LAST_REDUCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, SPLITS, rows). qkv [QKV_SPLITS, rows, (HEADS + 2 KV_HEADS) D]; pools [cells, KV_HEADS, D];
-    `scale` is the softmax scale times log2 e. One split writes out [rows, HEADS D]; more write partial results
-    part_out fp32 [rows, HEADS, SPLITS, D], part_max and part_sum [rows, HEADS, SPLITS], which the last program of a
-    (row, KV head) to arrive reduces if LAST_REDUCES (`arrived` int32 [rows, KV_HEADS] is zero before and after), else
-    `reduce_kernel`."""
+    `scale` is the softmax scale times log2 e. A captured grid cannot follow the context, so a row uses as many of its
+    SPLITS as there are shares of SHARE cells, and the other programs leave at once. SPLITS = 1 writes out
+    [rows, HEADS D]; else partial results part_out fp32 [rows, HEADS, SPLITS, D], part_max and part_sum
+    [rows, HEADS, SPLITS] are reduced by the last program of a (row, KV head) to arrive if LAST_REDUCES (`arrived` int32
+    [rows, KV_HEADS] is zero before and after), else by `reduce_kernel`."""
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2)
@@ -123,6 +135,12 @@ def attention_kernel(
         gdc_wait()
     slot = tl.load(row_slots + row).to(tl.int64)
     position = tl.load(length + slot)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(position + 1 - window, 0)
+    used = _splits_used(position - begin, SPLITS, SHARE)
+    if split >= used:
+        return
     new_cell = tl.load(new_cells + row).to(tl.int64)
 
     one = tl.zeros([1, 1], tl.int32)
@@ -148,13 +166,10 @@ def attention_kernel(
     largest = tl.where(first, own, float("-inf"))
     total = tl.where(first, tl.full([GROUP_PADDED], 1.0, tl.float32), 0.0)
     acc = tl.zeros([GROUP_PADDED, D_PADDED], tl.float32) + tl.where(first, v.to(tl.float32), 0.0)
-    begin = 0
-    if WINDOWED:
-        begin = tl.maximum(position + 1 - window, 0)
     end = position
     if SPLITS > 1:
-        # Shares in units of 16 cells, so that a ragged length does not cost its first split a whole block more.
-        share = tl.cdiv(tl.cdiv(position - begin, SPLITS), 16) * 16
+        # In units of 16 cells, so that a ragged length does not cost its first split a whole block more.
+        share = tl.cdiv(tl.cdiv(position - begin, used), 16) * 16
         begin = begin + split * share
         end = tl.minimum(begin + share, position)
     largest, total, acc = _older_cells(
@@ -175,30 +190,36 @@ def attention_kernel(
         if LAST_REDUCES:
             tl.debug_barrier()
             turn = tl.atomic_add(arrived + row * KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
-            if turn == SPLITS - 1:
+            if turn == used - 1:
                 tl.store(arrived + row * KV_HEADS + kv_head, 0)
                 own_heads = row * HEADS + kv_head * GROUP + tl.minimum(group, GROUP - 1)
-                whole = _combined(part_out, part_max, part_sum, own_heads, dims, mine, SPLITS, D)
+                whole = _combined(part_out, part_max, part_sum, own_heads, dims, mine, used, SPLITS, D)
                 tl.store(out + head_at[:, None] * D + dims, whole.to(out.dtype.element_ty), mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def reduce_kernel(
-    part_out, part_max, part_sum, out,
-    SPLITS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, PDL: tl.constexpr,
+    part_out, part_max, part_sum, out, row_slots, length, window,
+    HEADS: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
+    WINDOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, head): the partial results of `attention_kernel` into out [rows, HEADS D]."""
-    head = tl.program_id(0)
+    """Grid (HEADS, rows): the partial results of `attention_kernel` into out [rows, HEADS D]."""
+    row = tl.program_id(1)
+    head = row * HEADS + tl.program_id(0)
     splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, D_PADDED)
-    inside = (dims < D)[None, :]
     if PDL:
         gdc_wait()
+    num_cells = tl.load(length + tl.load(row_slots + row))
+    if WINDOWED:
+        num_cells = tl.minimum(num_cells, window - 1)
+    there = splits < _splits_used(num_cells, SPLITS, SHARE)
     at = head * SPLITS + splits
-    score = tl.load(part_max + at)
+    score = tl.load(part_max + at, mask=there, other=float("-inf"))
     weight = tl.exp2(score - tl.max(score, axis=0))
-    total = tl.sum(weight * tl.load(part_sum + at), axis=0)
-    acc = tl.load(part_out + at[:, None] * D + dims[None, :], mask=inside, other=0.0)
+    total = tl.sum(weight * tl.load(part_sum + at, mask=there, other=0.0), axis=0)
+    mask = there[:, None] & (dims < D)[None, :]
+    acc = tl.load(part_out + at[:, None] * D + dims[None, :], mask=mask, other=0.0)
     whole = tl.sum(acc * weight[:, None], axis=0) / total
     if PDL:
         gdc_launch_dependents()

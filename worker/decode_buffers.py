@@ -8,12 +8,13 @@ from worker.decode_plan import Chain, DecodePlan
 from worker.decode_shape import DecodeShape
 
 ROW_TILE = 64
-MIN_HEAD_COLUMNS = 4
+# Logits whose arg max one program takes where the library computed them.
+ARG_MAX_BLOCK = 4096
 
 
 class DecodeBuffers:
-    """Sized for up to `max_rows` rows and the plans of all widths; rows are padded to whole tiles, whose extra rows
-    hold anything. `logits` [max_rows, vocab] in the model's dtype are the last sampled step's."""
+    """Sized for up to `max_rows` rows and the given plans; rows are padded to whole tiles, whose extra rows hold
+    anything. `logits` [max_rows, vocab] in the model's dtype are the last sampled step's."""
 
     def __init__(self, shape: DecodeShape, max_rows: int, plans: list[DecodePlan], device: torch.device) -> None:
         def zeros(*sizes: int, dtype: torch.dtype = shape.dtype) -> torch.Tensor:
@@ -24,7 +25,8 @@ class DecodeBuffers:
 
         self.padded_rows = rows = -(-max_rows // ROW_TILE) * ROW_TILE
         self.max_sums = next_power_of_2(max([1, *(_num_sums(shape, plan) for plan in plans)]))
-        context_splits = max(plan.attention.splits for plan in plans)
+        row_splits = max(plan.width * plan.attention.splits for plan in plans)
+        programs = max(plan.width * head_programs(shape, plan) for plan in plans)
         self.residual = zeros(rows, shape.hidden)
         self.normed = zeros(rows, shape.hidden)
         self.sums = floats(self.max_sums)
@@ -35,26 +37,36 @@ class DecodeBuffers:
         self.gate_up = zeros(rows, 2 * shape.ffn)
         self.active = zeros(rows, shape.ffn)
         self.logits = zeros(max_rows, shape.vocab_size)
-        self.part_out = floats(max_rows * shape.query_columns * context_splits)
-        self.part_max = floats(max_rows * shape.num_heads * context_splits)
-        self.part_sum = floats(max_rows * shape.num_heads * context_splits)
+        self.part_out = floats(row_splits * shape.query_columns)
+        self.part_max = floats(row_splits * shape.num_heads)
+        self.part_sum = floats(row_splits * shape.num_heads)
         self.arrived = zeros(max_rows * shape.num_kv_heads, dtype=torch.int32)
-        programs = -(-shape.vocab_size // MIN_HEAD_COLUMNS)
-        self.best = floats(rows, programs)
-        self.best_id = zeros(rows, programs, dtype=torch.int32)
+        self.best = floats(programs)
+        self.best_id = zeros(programs, dtype=torch.int32)
 
     def fits(self, shape: DecodeShape, width: int, plan: DecodePlan) -> None:
-        """Asserts that a plan writes inside these buffers: an overrun would corrupt a neighbour in silence."""
-        assert width <= self.padded_rows
+        """Asserts that a step writes inside these buffers: an overrun would corrupt a neighbour in silence."""
+        assert width <= plan.width
+        assert width <= len(self.logits)
         assert _num_sums(shape, plan) <= self.max_sums
         assert _partial_columns(shape, plan) * self.padded_rows <= self.partials.numel()
-        assert width * shape.query_columns * plan.attention.splits <= self.part_out.numel()
-        if plan.gemv is not None:
-            assert plan.gemv.head.columns >= MIN_HEAD_COLUMNS
+        assert width * plan.attention.splits * shape.query_columns <= self.part_out.numel()
+        assert width * head_programs(shape, plan) <= self.best.numel()
 
 
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def head_programs(shape: DecodeShape, plan: DecodePlan) -> int:
+    """Programs that each leave their best token of a row."""
+    if plan.gemv is not None:
+        columns = plan.gemv.head.columns
+    elif plan.linear is not None:
+        columns = plan.linear.head.columns
+    else:
+        columns = ARG_MAX_BLOCK
+    return -(-shape.vocab_size // columns)
 
 
 def _num_sums(shape: DecodeShape, plan: DecodePlan) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from worker.decode_attention import LOG2_E, attention_kernel, reduce_kernel
-from worker.decode_buffers import DecodeBuffers, next_power_of_2
+from worker.decode_buffers import ARG_MAX_BLOCK, DecodeBuffers, head_programs, next_power_of_2
 from worker.decode_plan import Chain, DecodePlan, GemvTile, LinearTile, Reduce
 from worker.decode_shape import DecodeShape
 from worker.decode_state import DecodeState
@@ -22,8 +22,6 @@ from worker.gpu_gemv import head_gemv_kernel, normed_gate_up_gemv_kernel, normed
 from worker.gpu_linear import gate_up_kernel, head_kernel, split_linear_kernel
 from worker.gpu_norm import add_norm_kernel, advance_kernel, arg_max_kernel, embed_kernel, pick_kernel, silu_kernel
 from worker.models.weights import DecoderWeights, LayerWeights
-
-ARG_MAX_BLOCK = 4096
 
 Sampler = Callable[[torch.Tensor, torch.Tensor, DecodeState], None]
 """Draws from logits [rows, vocab] for the slots row_slots int32[rows] into state.out_tokens[:rows] (and marks
@@ -55,7 +53,6 @@ class DecodeChain:
         """Launches the step of rows [0, width). Without a sampler every row takes the arg max, lowest id on ties."""
         assert width <= self._state.max_rows
         gemv = plan.chain is Chain.GEMV
-        assert width == 1 or not gemv
         self._buffers.fits(self._shape, width, plan)
         self._embed(width, plan, scaled=gemv)
         weights = self._weights
@@ -69,8 +66,8 @@ class DecodeChain:
                 self._split_layer(index, layer, next_norm, width, plan)
             else:
                 self._library_layer(index, layer, next_norm, width, plan)
-        num_programs = self._head(width, plan, num_sums, store_logits=sampler is not None)
-        self._finish(width, plan, num_programs, sampler)
+        self._head(width, plan, num_sums, store_logits=sampler is not None)
+        self._finish(width, plan, sampler)
 
     def _embed(self, width: int, plan: DecodePlan, *, scaled: bool) -> None:
         s, w, b, state = self._shape, self._weights, self._buffers, self._state
@@ -98,14 +95,15 @@ class DecodeChain:
             s.head_dim**-0.5 * LOG2_E, s.norm_eps, window or 0,
             HEADS=s.num_heads, KV_HEADS=s.num_kv_heads, D=s.head_dim, D_PADDED=max(16, next_power_of_2(s.head_dim)),
             GROUP_PADDED=max(16, next_power_of_2(s.num_heads // s.num_kv_heads)), QKV_SPLITS=splits,
-            SPLITS=tile.splits, BLOCK=tile.block, HAS_BIAS=layer.qkv_bias is not None, QK_NORM=s.qk_norm,
-            WINDOWED=window is not None, LAST_REDUCES=tile.reduce is Reduce.LAST_PROGRAM,
+            SPLITS=tile.splits, SHARE=tile.share, BLOCK=tile.block, HAS_BIAS=layer.qkv_bias is not None,
+            QK_NORM=s.qk_norm, WINDOWED=window is not None, LAST_REDUCES=tile.reduce is Reduce.LAST_PROGRAM,
             **_launch(plan, tile.warps, tile.stages),
         )  # fmt: skip
         if tile.splits > 1 and tile.reduce is Reduce.KERNEL:
-            reduce_kernel[(width * s.num_heads,)](
-                b.part_out, b.part_max, b.part_sum, b.attended, SPLITS=tile.splits, D=s.head_dim,
-                D_PADDED=max(16, next_power_of_2(s.head_dim)), **_launch(plan, 4),
+            reduce_kernel[(s.num_heads, width)](
+                b.part_out, b.part_max, b.part_sum, b.attended, state.row_slots, state.length, window or 0,
+                HEADS=s.num_heads, SPLITS=tile.splits, SHARE=tile.share, D=s.head_dim,
+                D_PADDED=max(16, next_power_of_2(s.head_dim)), WINDOWED=window is not None, **_launch(plan, 4),
             )  # fmt: skip
 
     def _gemv_layer(
@@ -195,41 +193,38 @@ class DecodeChain:
             **_launch(plan, 8 if s.hidden > 1024 else 4),
         )  # fmt: skip
 
-    def _head(self, width: int, plan: DecodePlan, num_sums: int, *, store_logits: bool) -> int:
-        """Returns how many programs left their best token of each row."""
+    def _head(self, width: int, plan: DecodePlan, num_sums: int, *, store_logits: bool) -> None:
+        """Logits, and each program's best token of each row (not those of a sampled step of the library chain)."""
         s, b, head = self._shape, self._buffers, self._weights.head
+        programs = head_programs(s, plan)
         if plan.gemv is not None:
             tile = plan.gemv.head
-            programs = -(-s.vocab_size // tile.columns)
             head_gemv_kernel[(programs,)](
                 b.normed, b.sums, head, b.logits, b.best, b.best_id, num_sums, s.norm_eps, N=s.vocab_size, K=s.hidden,
                 COLUMNS=tile.columns, DEPTH=tile.depth, MAX_SUMS=b.max_sums, STORE_LOGITS=store_logits,
                 **_launch(plan, tile.warps),
             )  # fmt: skip
-            return programs
-        if plan.linear is not None:
+        elif plan.linear is not None:
             wide = plan.linear.head
-            programs = -(-s.vocab_size // wide.columns)
             head_kernel[(programs, _tiles(width, wide.rows))](
                 b.normed, head, b.logits, b.best, b.best_id, width, programs, N=s.vocab_size, K=s.hidden,
                 ROWS=wide.rows, COLUMNS=wide.columns, DEPTH=wide.depth, SWAP=wide.swap, STORE_LOGITS=store_logits,
                 **_launch(plan, wide.warps, wide.stages),
             )  # fmt: skip
-            return programs
-        torch.mm(b.normed[:width], head.t(), out=b.logits[:width])
-        programs = -(-s.vocab_size // ARG_MAX_BLOCK)
-        if not store_logits:
-            arg_max_kernel[(programs, width)](
-                b.logits, b.best, b.best_id, programs, VOCAB=s.vocab_size, BLOCK=ARG_MAX_BLOCK, **_launch(plan, 4)
-            )
-        return programs
+        else:
+            torch.mm(b.normed[:width], head.t(), out=b.logits[:width])
+            if not store_logits:
+                arg_max_kernel[(programs, width)](
+                    b.logits, b.best, b.best_id, programs, VOCAB=s.vocab_size, BLOCK=ARG_MAX_BLOCK, **_launch(plan, 4)
+                )
 
-    def _finish(self, width: int, plan: DecodePlan, num_programs: int, sampler: Sampler | None) -> None:
+    def _finish(self, width: int, plan: DecodePlan, sampler: Sampler | None) -> None:
         s, b, state = self._shape, self._buffers, self._state
         if sampler is None:
             pick_kernel[(width,)](
-                b.best, b.best_id, num_programs, state.row_slots, state.last_token, state.length, state.scratch_slot,
-                state.out_tokens, state.bad_rows, VOCAB=s.vocab_size, BLOCK=1024, **_launch(plan, 4),
+                b.best, b.best_id, head_programs(s, plan), state.row_slots, state.last_token, state.length,
+                state.scratch_slot, state.out_tokens, state.bad_rows, VOCAB=s.vocab_size, BLOCK=1024,
+                **_launch(plan, 4),
             )  # fmt: skip
             return
         sampler(b.logits[:width], state.row_slots[:width], state)

@@ -32,12 +32,14 @@ class Reduce(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """`splits` (a power of two) of the context, `block` cells at a time, `warps` and pipeline `stages` a program."""
+    """`splits` (a power of two) of the context at most, each of at least `share` cells, `block` cells at a time, with
+    `warps` and pipeline `stages` a program."""
 
     splits: int
     block: int
     warps: int
     stages: int
+    share: int = 16
     reduce: Reduce = Reduce.LAST_PROGRAM
 
 
@@ -86,9 +88,10 @@ class LinearTiles:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """How one width runs. `gemv` belongs to the GEMV chain, `linear` to SPLIT_K. `dependent_launch`: kernels are
-    launched as programmatic dependents of the one before (Hopper and later)."""
+    """How steps of up to `width` rows run. `gemv` belongs to the GEMV chain, `linear` to SPLIT_K. `dependent_launch`:
+    kernels are launched as programmatic dependents of the one before (Hopper and later)."""
 
+    width: int
     chain: Chain
     attention: AttentionTile
     gemv: GemvTiles | None = None
@@ -96,6 +99,7 @@ class DecodePlan:
     dependent_launch: bool = False
 
     def __post_init__(self) -> None:
+        assert self.width == 1 or self.chain is not Chain.GEMV
         assert (self.gemv is not None) == (self.chain is Chain.GEMV)
         assert (self.linear is not None) == (self.chain is Chain.SPLIT_K)
 
@@ -105,45 +109,50 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     chains do not take, it is the library chain."""
     small = shape.hidden <= 2048
     attention = _attention(width, small)
-    if not hopper or shape.dtype is not torch.bfloat16 or shape.mlp_bias:
-        return DecodePlan(Chain.LIBRARY, attention)
+    largest = max(shape.vocab_size, 2 * shape.ffn, shape.qkv_columns) * max(shape.hidden, shape.query_columns)
+    # The fast kernels index a weight with 32 bits.
+    if not hopper or shape.dtype is not torch.bfloat16 or shape.mlp_bias or largest >= 2**31:
+        return DecodePlan(width, Chain.LIBRARY, attention)
     if width == 1 and not shape.output_bias and (gemv := _gemv(shape, small)) is not None:
-        return DecodePlan(Chain.GEMV, attention, gemv=gemv, dependent_launch=True)
+        return DecodePlan(width, Chain.GEMV, attention, gemv=gemv, dependent_launch=True)
     if width <= (256 if small else 64) and (linear := _linear(shape, width, small)) is not None:
-        return DecodePlan(Chain.SPLIT_K, attention, linear=linear, dependent_launch=True)
-    return DecodePlan(Chain.LIBRARY, attention)
+        return DecodePlan(width, Chain.SPLIT_K, attention, linear=linear, dependent_launch=True)
+    return DecodePlan(width, Chain.LIBRARY, attention)
 
 
 def _attention(width: int, small: bool) -> AttentionTile:
+    """Compromises between contexts of 256 and of 2,048: what is best at one may take twice as long at the other."""
     if width == 1:
         if small:
-            return AttentionTile(splits=8, block=32, warps=8, stages=1)
-        return AttentionTile(splits=16, block=32, warps=8, stages=2, reduce=Reduce.KERNEL)
+            return AttentionTile(splits=32, block=64, warps=8, stages=1, share=32)
+        return AttentionTile(splits=32, block=64, warps=4, stages=2, share=16, reduce=Reduce.KERNEL)
     if width <= 4:
-        return AttentionTile(splits=4, block=64, warps=4, stages=1)
+        return AttentionTile(splits=8, block=64, warps=4, stages=1, share=64)
     if width <= 8:
-        return AttentionTile(2, 128, 8, 1) if small else AttentionTile(4, 64, 4, 1)
-    if width <= 16:
-        return AttentionTile(splits=2, block=64, warps=2, stages=3)
+        return AttentionTile(splits=4, block=64, warps=4, stages=1, share=64)
     if width <= 32:
-        return AttentionTile(splits=1, block=128, warps=4, stages=1)
+        return AttentionTile(splits=1, block=64, warps=2, stages=5)
     if width <= 64:
-        return AttentionTile(splits=1, block=32, warps=1, stages=3)
-    return AttentionTile(splits=1, block=16, warps=1, stages=2 if small else 4)
+        return AttentionTile(1, 32, 1, 3) if small else AttentionTile(1, 64, 2, 3)
+    return AttentionTile(1, 32, 1, 3) if small else AttentionTile(1, 16, 1, 4)
 
 
 def _gemv(shape: DecodeShape, small: bool) -> GemvTiles | None:
-    deepest, warps = (1024, 4) if small else (2048, 4)
-
-    def tile(n: int, k: int, columns: int, *, early: bool = False) -> GemvTile | None:
+    def tile(n: int, k: int, columns: int, deepest: int, warps: int, *, early: bool = False) -> GemvTile | None:
         depth = min(deepest, k & -k)  # the largest power of two that divides K
         return GemvTile(columns, depth, warps, early) if depth >= 64 and n % columns == 0 else None
 
-    qkv = tile(shape.qkv_columns, shape.hidden, 4, early=small)
-    o = tile(shape.hidden, shape.query_columns, 4)
-    gate_up = tile(shape.ffn, shape.hidden, 4 if small else 2, early=small)
-    down = tile(shape.hidden, shape.ffn, 4)
-    head = tile(0, shape.hidden, 16 if small else 4)
+    if small:
+        qkv = tile(shape.qkv_columns, shape.hidden, 4, 1024, 2, early=True)
+        gate_up = tile(shape.ffn, shape.hidden, 1, 1024, 2, early=True)
+        down = tile(shape.hidden, shape.ffn, 4, 1024, 4)
+        head = tile(0, shape.hidden, 16, 1024, 4)
+    else:
+        qkv = tile(shape.qkv_columns, shape.hidden, 4, 2048, 4)
+        gate_up = tile(shape.ffn, shape.hidden, 2, 2048, 4)
+        down = tile(shape.hidden, shape.ffn, 4, 2048, 4)
+        head = tile(0, shape.hidden, 4, 2048, 4)
+    o = tile(shape.hidden, shape.query_columns, 4, 2048, 4)
     if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
     return GemvTiles(qkv, o, gate_up, down, head)

@@ -1,0 +1,98 @@
+"""What runs at a decode width: pure integers, so that every model and width can be tried without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from worker.decode_buffers import DecodeBuffers
+from worker.decode_plan import Chain, DecodePlan, plan_decode
+from worker.decode_shape import DecodeShape
+
+BF16 = torch.bfloat16
+LLAMA_8B = DecodeShape(
+    hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14336, vocab_size=128256, context=8192, norm_eps=1e-5,
+    dtype=BF16, windows=(None,) * 32,
+)  # fmt: skip
+QWEN3_06B = DecodeShape(
+    hidden=1024, num_heads=16, num_kv_heads=8, head_dim=128, ffn=3072, vocab_size=151936, context=8192, norm_eps=1e-6,
+    dtype=BF16, windows=(None,) * 28, qk_norm=True,
+)  # fmt: skip
+SMOLLM2 = DecodeShape(
+    hidden=576, num_heads=9, num_kv_heads=3, head_dim=64, ffn=1536, vocab_size=49152, context=8192, norm_eps=1e-5,
+    dtype=BF16, windows=(None,) * 30,
+)  # fmt: skip
+ODD = DecodeShape(
+    hidden=200, num_heads=6, num_kv_heads=1, head_dim=96, ffn=300, vocab_size=1003, context=256, norm_eps=1e-5,
+    dtype=BF16, windows=(None,) * 2,
+)  # fmt: skip
+SHAPES = {"llama-8b": LLAMA_8B, "qwen3-0.6b": QWEN3_06B, "smollm2": SMOLLM2, "odd": ODD}
+WIDTHS = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 256)
+SHARED_MEMORY_BYTES = 227 * 1024
+
+
+@pytest.mark.parametrize(("name", "width"), list(itertools.product(SHAPES, WIDTHS)))
+def test_tiles_divide_every_matrix_and_fit_shared_memory(name: str, width: int) -> None:
+    shape = SHAPES[name]
+    plan = plan_decode(shape, width, hopper=True)
+    matrices = {
+        "qkv": (shape.qkv_columns, shape.hidden),
+        "o": (shape.hidden, shape.query_columns),
+        "gate_up": (shape.ffn, shape.hidden),
+        "down": (shape.hidden, shape.ffn),
+    }
+    for linear, (n, k) in matrices.items():
+        if plan.gemv is not None:
+            tile = getattr(plan.gemv, linear)
+            assert n % tile.columns == 0
+            assert k % tile.depth == 0
+        if plan.linear is not None:
+            tile = getattr(plan.linear, linear)
+            assert n % tile.columns == 0
+            assert k % (tile.splits * tile.depth) == 0
+            tiles = tile.columns * (2 if linear == "gate_up" else 1) + tile.rows
+            assert tiles * tile.depth * tile.stages * 2 <= SHARED_MEMORY_BYTES
+    if plan.linear is not None:
+        assert plan.linear.gate_up.splits == plan.linear.head.splits == 1
+        assert shape.hidden % plan.linear.head.depth == 0
+
+
+def test_real_models_run_the_fast_chains_where_they_won() -> None:
+    def chains(shape: DecodeShape) -> list[Chain]:
+        return [plan_decode(shape, width, hopper=True).chain for width in (1, 2, 64, 128, 256)]
+
+    assert chains(LLAMA_8B) == [Chain.GEMV, Chain.SPLIT_K, Chain.SPLIT_K, Chain.LIBRARY, Chain.LIBRARY]
+    assert chains(QWEN3_06B) == [Chain.GEMV, *[Chain.SPLIT_K] * 4]
+    assert chains(SMOLLM2) == [Chain.GEMV, *[Chain.SPLIT_K] * 4]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_the_fast_chains_cannot_do_runs_on_the_library(width: int) -> None:
+    for shape in (
+        ODD,
+        replace(LLAMA_8B, dtype=torch.float16),
+        replace(LLAMA_8B, dtype=torch.float32),
+        replace(LLAMA_8B, mlp_bias=True),
+        replace(LLAMA_8B, vocab_size=2**31 // 4096),
+    ):
+        assert plan_decode(shape, width, hopper=True).chain is Chain.LIBRARY
+    assert plan_decode(LLAMA_8B, width, hopper=False).chain is Chain.LIBRARY
+
+
+def test_buffers_refuse_a_plan_that_they_were_not_made_for() -> None:
+    device = torch.device("meta")
+    plans = [plan_decode(QWEN3_06B, width, hopper=True) for width in (1, 8)]
+    buffers = DecodeBuffers(QWEN3_06B, 8, plans, device)
+    for plan in plans:
+        buffers.fits(QWEN3_06B, plan.width, plan)
+    with pytest.raises(AssertionError):
+        buffers.fits(QWEN3_06B, 2, plans[0])
+    wide = plan_decode(QWEN3_06B, 256, hopper=True)
+    with pytest.raises(AssertionError):
+        buffers.fits(QWEN3_06B, 256, wide)
+    library = DecodePlan(8, Chain.LIBRARY, wide.attention)
+    with pytest.raises(AssertionError):
+        DecodeBuffers(QWEN3_06B, 8, [library], device).fits(QWEN3_06B, 1, plans[0])
