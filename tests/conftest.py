@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster.checkpoints import resolve
+from tests.service_process import ServiceProcess, running_service
+from tests.service_state import ServiceState, state_of
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +19,27 @@ def smollm2_path() -> Path:
     """The SmolLM2 checkpoint: where RAYCOMB_SMOLLM2 says, else found or fetched by its name."""
     told = os.environ.get("RAYCOMB_SMOLLM2")
     return Path(told) if told else resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def api_key() -> str:
+    """The key that opens `smollm2_service`."""
+    return "sk-tests"
+
+
+@pytest.fixture(scope="session")
+def smollm2_service(smollm2_path: Path, api_key: str) -> Iterator[ServiceProcess]:
+    """A real service of a real model with two workers, one for all tests of a run. Every test leaves it idle."""
+    arguments = [str(smollm2_path), "--served-model-name", "smollm2-135m", "--device", "cpu", "--num-workers", "2"]
+    with running_service(*arguments, "--host", "127.0.0.1", "--api-key", api_key) as service:
+        service.wait_for_line("ready at", 240)
+        yield service
+        service.signal(signal.SIGTERM)
+        assert service.wait(90) == 0
+
+
+@pytest.fixture(scope="session")
+def smollm2_state(smollm2_service: ServiceProcess) -> Iterator[ServiceState]:
+    """What is alive in `smollm2_service`, for whoever asks."""
+    with state_of(smollm2_service.ray_address()) as state:
+        yield state

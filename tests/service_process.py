@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -41,7 +42,9 @@ class ServiceProcess:
         (self.port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYCOMB_"))}
+        self._ray_folder = tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True)
         environment |= {MARK: self.mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        environment["RAY_TMPDIR"] = self._ray_folder.name  # no other cluster of this machine finds ours by default
         command = [sys.executable, "-m", "cluster.cli", "serve", *arguments, "--port", str(self.port)]
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -82,6 +85,11 @@ class ServiceProcess:
                 continue
         return sorted(found, key=lambda process: process.create_time())
 
+    def ray_address(self) -> str:
+        """Where the control store of its Ray cluster listens."""
+        (raylet,) = self.processes("raylet/raylet ")
+        return next(part for part in raylet.cmdline() if part.startswith("--gcs-address=")).partition("=")[2]
+
     def kill_rest(self) -> None:
         """End what a failed test may have left. Only processes of this run."""
         for process in self.processes():
@@ -90,6 +98,7 @@ class ServiceProcess:
         self._process.wait(10)
         if self._process.stdout is not None:
             self._process.stdout.close()
+        self._ray_folder.cleanup()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

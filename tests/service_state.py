@@ -1,0 +1,87 @@
+"""A program: tells what is alive in a running service, asked of every gateway and worker over Serve's own handles.
+
+Run as `python -m tests.service_state ADDRESS` by a test, since Ray wants a process of its own. Prints one line of JSON
+for each line on its standard input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ANSWER_S = 60.0
+ROOT = Path(__file__).parent.parent
+
+
+class ServiceState:
+    """The asking side: a process of this program that stays connected."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def ask(self) -> dict[str, list[dict[str, Any]]]:
+        """`gateways`: a `cluster.activity.Activity` each. `workers`: a `planner.limits.Snapshot` each."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the program that asks has ended"
+        told: dict[str, list[dict[str, Any]]] = json.loads(line)
+        return told
+
+    def wait_until_idle(self, timeout_s: float) -> dict[str, list[dict[str, Any]]]:
+        """The first state in which nothing runs, waits or is owned; after `timeout_s`, whatever there is."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            state = self.ask()
+            busy = any(gateway["num_requests"] for gateway in state["gateways"])
+            busy |= any(w["num_running"] or w["num_waiting"] or w["owned_cells"] for w in state["workers"])
+            if not busy or time.monotonic() > deadline:
+                return state
+
+
+@contextmanager
+def state_of(ray_address: str) -> Iterator[ServiceState]:
+    command = [sys.executable, "-m", "tests.service_state", ray_address]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield ServiceState(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()  # its loop ends
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def main() -> None:
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    import ray
+    from ray import serve
+
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)
+    gateways = serve.get_deployment_handle("Gateway", "raycomb")
+    workers = serve.get_deployment_handle("Worker", "raycomb")
+    for _ in sys.stdin:
+        asked = {"gateways": gateways.broadcast("activity"), "workers": workers.broadcast("snapshot")}
+        told = {side: list(map(dataclasses.asdict, a.results(timeout_s=ANSWER_S))) for side, a in asked.items()}
+        print(json.dumps(told), flush=True)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
