@@ -66,6 +66,6 @@ def _chunk(sequence: Sequence, length: int, memory: Memory) -> Chunk:
         sampling=sequence.sampling,
         prompt_targets=targets,
         history=sequence.tokens.view(0, end) if samples and sequence.needs_history else None,
-        num_prompt=sequence.num_prompt,
+        num_prompt=sequence.num_prompt - request.num_generated,
         masked=request.stop_token_ids if samples and num_generated < request.min_tokens else frozenset(),
     )

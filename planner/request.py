@@ -77,6 +77,10 @@ class Request:
     `prompt` int64[num_prompt]. `max_tokens` counts generated tokens of each sequence; 0 is allowed only together with
     `prompt_logprobs` (nothing is then sampled). `stop_token_ids` end a sequence and are delivered; they are masked
     until `min_tokens` tokens were generated. Lower `priority` runs first.
+
+    A request may continue a sequence that ran elsewhere: the last `num_generated` tokens of the prompt are then that
+    sequence's own, for penalties to count as such. It goes before new requests of its priority. `max_tokens` and
+    `min_tokens` count what is still to come, and `sampling.seed` is that of the sequence.
     """
 
     prompt: TokenArray
@@ -87,6 +91,7 @@ class Request:
     n: int = 1
     priority: int = 0
     prompt_logprobs: bool = False
+    num_generated: int = 0
 
     def __post_init__(self) -> None:
         if self.prompt.ndim != 1 or self.prompt.dtype.kind not in "iu":
@@ -97,6 +102,7 @@ class Request:
         _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _in_range("n", self.n, 1, 2**16)
         _in_range("priority", self.priority, -(2**31), 2**31 - 1)
+        _in_range("num_generated", self.num_generated, 0, len(self.prompt) - 1)
 
 
 @dataclass(frozen=True, slots=True)

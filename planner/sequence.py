@@ -32,9 +32,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Who goes first: lower priority, then earlier arrival, then lower index."""
-        return self.family.request.priority, self.family.request_id, self.index
+    def order(self) -> tuple[int, bool, int, int]:
+        """Who goes first: lower priority, then what has begun elsewhere, then earlier arrival, then lower index."""
+        request = self.family.request
+        return request.priority, not request.num_generated, self.family.request_id, self.index
 
     @property
     def has_left(self) -> bool:

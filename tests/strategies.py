@@ -36,8 +36,9 @@ def requests(draw: st.DrawFn, *, vocab_size: int, max_prompt: int, max_tokens: i
     """Valid requests of at most these sizes."""
     prompt_logprobs = draw(st.sampled_from([False, False, False, True]))
     budget = draw(st.integers(0 if prompt_logprobs else 1, max_tokens))
+    prompt = draw(prompts(vocab_size, max_prompt))
     return Request(
-        prompt=np.array(draw(prompts(vocab_size, max_prompt)), np.int64),
+        prompt=np.array(prompt, np.int64),
         max_tokens=budget,
         sampling=draw(sampling_params()),
         min_tokens=draw(st.integers(0, budget)),
@@ -45,6 +46,7 @@ def requests(draw: st.DrawFn, *, vocab_size: int, max_prompt: int, max_tokens: i
         n=draw(st.integers(1, max_n)),
         priority=draw(st.sampled_from([0, 0, 0, -1, 1])),
         prompt_logprobs=prompt_logprobs,
+        num_generated=min(draw(st.sampled_from([0, 0, 0, 2])), len(prompt) - 1),
     )
 
 

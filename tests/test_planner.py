@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+from planner.errors import InvalidRequest
 from planner.request import FinishReason, SamplingParams, TokenLogprobs, Update
 from planner.slices import Method
 from planner.step import ChunkOutput, Step, StepResult
@@ -224,6 +225,29 @@ def test_a_draw_with_penalties_is_told_the_history_and_others_are_not() -> None:
     first = life.step()[0].chunks[0]
     assert first.history is not None
     assert first.history.tolist() == [1, 2, 3, *update.tokens]
+
+
+def test_a_continuation_counts_its_earlier_tokens_as_its_own_and_not_as_prompt() -> None:
+    life = new_life()
+    life.submit(fake_request([1, 2, 3, 8, 9], 2, sampling=SamplingParams(presence_penalty=1.0), num_generated=2))
+    chunk = life.step()[0].chunks[0]
+    assert chunk.history is not None
+    assert chunk.history[chunk.num_prompt :].tolist() == [8, 9]
+    life.finish()
+
+
+def test_a_continuation_runs_before_new_requests_of_its_class_and_after_those_of_a_better_one() -> None:
+    life = new_life(max_num_seqs=1)
+    life.submit(fake_request([1, 2], 1))
+    life.submit(fake_request([3, 4], 1, num_generated=1))
+    life.submit(fake_request([5, 6], 1, priority=-1))
+    assert [update.request_id for _ in range(3) for update in life.step()[1]] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("num_generated", [-1, 3])
+def test_at_least_one_token_of_a_continuation_is_its_prompt(num_generated: int) -> None:
+    with pytest.raises(InvalidRequest, match="num_generated"):
+        fake_request([1, 2, 3], num_generated=num_generated)
 
 
 def test_log_probabilities_travel_with_their_token() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -55,6 +56,8 @@ requests = st.builds(
     n=st.integers(1, 2**16),
     priority=st.integers(-(2**31), 2**31 - 1),
     prompt_logprobs=st.booleans(),
+).flatmap(
+    lambda request: st.integers(0, len(request.prompt) - 1).map(lambda k: dataclasses.replace(request, num_generated=k))
 )
 token_logprobs = st.builds(
     TokenLogprobs,
@@ -104,7 +107,8 @@ def test_a_request_survives_the_wire(request_id: int, request: Request) -> None:
     assert submit.request_id == request_id
     assert received.prompt.dtype == np.int64
     assert received.prompt.tolist() == request.prompt.tolist()
-    for name in ("max_tokens", "sampling", "min_tokens", "stop_token_ids", "n", "priority", "prompt_logprobs"):
+    names = [field.name for field in dataclasses.fields(Request) if field.name != "prompt"]
+    for name in names:
         assert getattr(received, name) == getattr(request, name), name
 
 

@@ -55,6 +55,7 @@ def request_to_proto(request_id: int, request: Request) -> pb.Submit:
         priority=request.priority,
         prompt_logprobs=request.prompt_logprobs,
         sampling=_sampling_to_proto(request.sampling),
+        num_generated=request.num_generated,
     )
 
 
@@ -71,6 +72,7 @@ def request_from_proto(submit: pb.Submit) -> Request:
         n=submit.n,
         priority=submit.priority,
         prompt_logprobs=submit.prompt_logprobs,
+        num_generated=submit.num_generated,
     )
 
 
