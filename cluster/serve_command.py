@@ -11,8 +11,10 @@ from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig, service_config
 from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
 from cluster.front import Front, check_port, choose_front, front_environment
+from cluster.gguf_metadata import read_gguf_metadata
 from cluster.text import load_text
 from planner.errors import InvalidConfiguration
+from worker.models.config import check_gguf_architecture, read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,9 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     engine = engine_config(args.model, given_engine_settings(args))
     check_port(args.host, args.port)
     path = resolve(args.model, report)
-    load_text(path)  # what a gateway would refuse is refused here; weights and architecture are the worker's to check
+    load_text(path)  # what a gateway would refuse is refused here, and so is a model that no worker runs
+    if args.executor is None:
+        _check_architecture(path)
     names = args.served_model_name or [Path(args.model.rstrip("/")).name.removesuffix(".gguf")]
     settings = {
         "engine": engine.model_copy(update={"model": str(path)}),
@@ -85,6 +89,13 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         if (value := getattr(args, name)) is not None:
             settings[name] = value
     return ServePlan(service_config(settings), args.host, args.port, choose_front(args.front), args.ask)
+
+
+def _check_architecture(path: Path) -> None:
+    if path.suffix == ".gguf":
+        check_gguf_architecture(read_gguf_metadata(path).get("general.architecture"))
+    else:
+        read_config(path)
 
 
 def port_number(text: str) -> int:

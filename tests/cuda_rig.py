@@ -27,7 +27,8 @@ from worker.graphs import DecodeGraphs, Draw
 from worker.kv_pool import KvPool
 from worker.models.config import ModelConfig
 from worker.models.decoder import Decoder
-from worker.models.rope import Rope, rope_tables
+from worker.models.rope import Rope
+from worker.models.rope_tables import rope_tables
 from worker.torch_executor import TorchExecutor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -18,6 +18,7 @@ from cluster.front import Front, check_port, choose_front, free_ports, front_env
 from cluster.settings_sources import merged_tokens
 from cluster.stop_signals import StopSignals
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, SetupError
+from tests.service_process import tiny_checkpoint
 
 ROOT = Path(__file__).parent.parent
 
@@ -93,6 +94,15 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(
     assert error.startswith("raycomb: error: ")
     assert error.count("\n") == 1
     assert reason in error
+
+
+def test_an_unsupported_architecture_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    assert main(["serve", str(tmp_path), "--port", str(free_ports(1)[0])]) == 2
+    assert "MambaForCausalLM is not supported; supported are LlamaForCausalLM" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(

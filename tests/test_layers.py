@@ -22,7 +22,14 @@ ALLOWED_OTHERS = {
     "protos": {"google", "grpc", "grpc_tools", "pydantic"},
     "worker": {"numpy", "torch", "triton", "numba", "llvmlite", "safetensors", "gguf", "pydantic", "grpc", "google"},
 }
-TORCH_FREE_WORKER = ("worker.config", "worker.engine", "worker.executor", "worker.serving", "worker.wire")
+TORCH_FREE_WORKER = (
+    "worker.config",
+    "worker.engine",
+    "worker.executor",
+    "worker.models.config",
+    "worker.serving",
+    "worker.wire",
+)
 
 
 def imported_modules(path: Path) -> set[str]:

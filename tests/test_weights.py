@@ -19,7 +19,8 @@ from tests.tiny_models import greedy_answer, save_tiny_model
 from tests.torch_rig import Rig, executor_of, load, request
 from worker.config import EngineConfig
 from worker.models.config import model_config
-from worker.models.rope import LinearScaling, YarnScaling, inverse_frequencies, rope_tables
+from worker.models.rope import LinearScaling, YarnScaling
+from worker.models.rope_tables import inverse_frequencies, rope_tables
 from worker.program import load_program
 
 CONFIG: dict[str, Any] = {

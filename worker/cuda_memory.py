@@ -28,7 +28,7 @@ from worker.cuda_prefill import PrefillChain
 from worker.executor import ProgramInfo
 from worker.kv_pool import KvPool
 from worker.models.decoder import Decoder
-from worker.models.rope import rope_tables
+from worker.models.rope_tables import rope_tables
 
 logger = logging.getLogger(__name__)
 

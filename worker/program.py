@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from planner.errors import InvalidCheckpoint, InvalidConfiguration, UnsupportedM
 from worker.config import EngineConfig
 from worker.executor import Executor, ProgramInfo
 from worker.kv_pool import KvPool, bytes_per_cell
-from worker.models.config import ModelConfig, model_config
+from worker.models.config import ModelConfig, read_config
 from worker.models.decoder import Decoder
 from worker.models.dummy_weights import dummy_weights
 from worker.models.gguf_source import GgufSource
@@ -89,15 +88,7 @@ def _open(path: Path, *, load: bool) -> tuple[ModelConfig, TensorSource | None]:
             raise InvalidCheckpoint(f"{path} does not exist")
         gguf_source = GgufSource(path)
         return gguf_source.config, gguf_source if load else None
-    try:
-        data = json.loads((path / "config.json").read_text())
-    except OSError as error:
-        raise InvalidCheckpoint(f"{path} is neither a .gguf file nor a folder with config.json: {error}") from error
-    except ValueError as error:
-        raise InvalidCheckpoint(f"{path / 'config.json'} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise InvalidCheckpoint(f"{path / 'config.json'} does not hold an object")
-    return model_config(data), SafetensorsSource(path) if load else None
+    return read_config(path), SafetensorsSource(path) if load else None
 
 
 def _weights(

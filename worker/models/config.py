@@ -1,9 +1,14 @@
-"""What a decoder is made of, read from config.json. Everything that changes the maths is here or is refused by name."""
+"""What a decoder is made of, read from config.json. Everything that changes the maths is here or is refused by name.
+
+Free of torch, so that a model can be refused before anything is started.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from planner.errors import InvalidCheckpoint, UnsupportedModel
@@ -19,6 +24,8 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 # Training, generation and provenance: no effect on a forward.
 _HARMLESS_KEYS = """
@@ -66,6 +73,27 @@ class ModelConfig:
             raise InvalidCheckpoint(f"head_dim must be even for rotary embedding, not {self.head_dim}")
         if len(self.windows) != self.num_layers or any(w is not None and w < 1 for w in self.windows):
             raise InvalidCheckpoint(f"there must be one window of at least 1 a layer, not {self.windows}")
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration of a checkpoint's folder. Raises as `model_config`."""
+    try:
+        data = json.loads((folder / "config.json").read_text())
+    except OSError as error:
+        raise InvalidCheckpoint(f"{folder} is neither a .gguf file nor a folder with config.json: {error}") from error
+    except ValueError as error:
+        raise InvalidCheckpoint(f"{folder / 'config.json'} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidCheckpoint(f"{folder / 'config.json'} does not hold an object")
+    return model_config(data)
+
+
+def check_gguf_architecture(name: object) -> None:
+    """Raises `UnsupportedModel` unless a GGUF file's `general.architecture` is one that is handled."""
+    if name not in GGUF_ARCHITECTURES:
+        raise UnsupportedModel(
+            f"GGUF architecture {name!r} is not supported; supported are {', '.join(GGUF_ARCHITECTURES)}"
+        )
 
 
 def model_config(data: Json) -> ModelConfig:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from worker.models.config import ModelConfig
 from worker.models.layers import gated_mlp, rms_norm, rotate
-from worker.models.rope import rope_tables
+from worker.models.rope_tables import rope_tables
 from worker.models.weights import DecoderWeights, LayerWeights
 
 

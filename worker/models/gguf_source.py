@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from planner.errors import InvalidCheckpoint, UnsupportedModel
-from worker.models.config import ModelConfig
+from worker.models.config import ModelConfig, check_gguf_architecture
 from worker.models.rope import DivisorScaling, LinearScaling, Rope, RopeScaling, YarnScaling, yarn_magnitude
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _FREQUENCY_DIVISORS = "rope_freqs.weight"
 _OUTSIDE_LAYERS = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -82,10 +81,7 @@ class GgufSource:
         return torch.from_numpy(np.array(values, dtype=np.float32, copy=not values.flags.writeable))
 
     def _config(self, architecture: str, metadata: dict[str, Any]) -> ModelConfig:
-        if architecture not in _ARCHITECTURES:
-            raise UnsupportedModel(
-                f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(_ARCHITECTURES)}"
-            )
+        check_gguf_architecture(architecture)
         options = {key.removeprefix(architecture + "."): value for key, value in metadata.items()}
         try:
             config = self._read_options(architecture, options)
