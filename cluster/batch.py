@@ -25,7 +25,8 @@ from protos.openai import CompletionBody
 
 @dataclass(slots=True)
 class Totals:
-    """What a batch came to so far. Lines that got an error count as failed; tokens are those of all lines."""
+    """What a batch came to so far. Lines that got an error count as failed; their prompts count, what came of them
+    does not."""
 
     completed: int = 0
     failed: int = 0
@@ -45,13 +46,14 @@ class _Grown:
     ending: Ending | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Open:
-    """A line that was submitted and has no answer yet."""
+    """A line that was submitted and has no answer yet. `num_cached`: prompt tokens that needed no prefill."""
 
     line: Line
     grown: list[_Grown]
     scored: bool
+    num_cached: int = 0
 
 
 class Batch:
@@ -126,7 +128,7 @@ class Batch:
     def _take(self, entry: _Open, update: Update) -> None:
         number = entry.line.number
         grown = entry.grown[update.index]
-        self.totals.cached_prompt_tokens += update.num_cached_tokens
+        entry.num_cached = max(entry.num_cached, update.num_cached_tokens)  # every update of the line says it again
         if grown.ending is not None:
             return
         if update.finish_reason in (FinishReason.FAILED, FinishReason.CANCELLED):
@@ -149,6 +151,7 @@ class Batch:
     def _complete(self, entry: _Open) -> None:
         del self._open[entry.line.number]
         self.totals.completed += 1
+        self.totals.cached_prompt_tokens += entry.num_cached
         self.totals.generated_tokens += sum(len(grown.token_ids) for grown in entry.grown)
         self._writer.put(entry.line.number, [self._record(entry, grown) for grown in entry.grown])
         self._on_line()

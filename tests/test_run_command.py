@@ -138,6 +138,14 @@ def test_n_choices_are_n_lines_with_an_index(text: TextModel) -> None:
     assert [tuple(answer["token_ids"]) for answer in out] == [expected_tokens(request, index) for index in range(3)]
 
 
+def test_cached_prompt_tokens_count_once_a_line_however_many_updates_tell_them(text: TextModel) -> None:
+    prompt = {"prompt": "x" * 20, "max_tokens": 9}
+    with engine_of(FakeExecutor()) as engine:
+        batch = Batch(engine, text, OrderedWriter(io.StringIO()), max_num_seqs=16, on_line=lambda: None)
+        batch.run(lines_of(prompt, prompt | {"n": 3}), 1)
+    assert (batch.totals.prompt_tokens, batch.totals.cached_prompt_tokens) == (40, 19)
+
+
 def test_a_stop_string_cuts_the_text_and_ends_the_sequence(text: TextModel) -> None:
     spelled = text.encode("one two. three")
     executor = FakeExecutor(script=dict(enumerate(spelled, start=2)))
