@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from cluster.front import free_ports
 from planner.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from planner.request import FinishReason, SamplingParams
 from protos import worker_pb2 as pb
@@ -162,3 +165,13 @@ async def test_many_gateways_share_a_worker() -> None:
                 )
 
         await asyncio.gather(*(one(number) for number in range(4)))
+
+
+async def test_a_proxy_for_the_world_outside_has_no_part_in_the_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_ports(1)[0]}")
+    for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    async with serving() as worker, attached(worker.address) as gateway:
+        await gateway.submit(1, fake_request(max_tokens=3))
+        await gateway.read_ends(1)
+        assert gateway.ends[1, 0].finish_reason is FinishReason.LENGTH

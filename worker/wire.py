@@ -22,6 +22,8 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A proxy in the environment is for the world outside.
+    ("grpc.enable_http_proxy", 0),
     # A peer that died is noticed at once. One that is frozen, or whose host vanished, says nothing: pings find it
     # within 15 s. The second timeout is that of pings which are already under way for the transport's own ends.
     ("grpc.keepalive_time_ms", 10_000),
