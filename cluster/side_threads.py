@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from planner.errors import QueueFull
@@ -15,24 +17,22 @@ class SideThreads:
     """Owner: the application; lives on its event loop.
 
     Work of at most `inline_size` (characters or bytes) is done at once, on the loop. Of larger work, `num_threads`
-    run and `max_waiting` more wait; beyond that `QueueFull` is raised.
+    run and `max_waiting` more wait; beyond that `QueueFull` is raised. Work that runs keeps its place until it has
+    ended, also when nobody waits for it any more: a thread cannot be broken off.
     """
 
     def __init__(self, *, inline_size: int, num_threads: int, max_waiting: int) -> None:
         self._inline_size = inline_size
         self._max_inside = num_threads + max_waiting
-        self._threads = asyncio.Semaphore(num_threads)
-        self._num_inside = 0
+        self._places = threading.Semaphore(self._max_inside)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """What `work` returns or raises. `work` must not touch what lives on the loop."""
         if size <= self._inline_size:
             return work()
-        if self._num_inside >= self._max_inside:
-            raise QueueFull(f"{self._num_inside} long texts already wait to be read")
-        self._num_inside += 1
-        try:
-            async with self._threads:
-                return await asyncio.to_thread(work)
-        finally:
-            self._num_inside -= 1
+        if not self._places.acquire(blocking=False):
+            raise QueueFull(f"{self._max_inside} long texts already wait to be read")
+        future = self._threads.submit(work)
+        future.add_done_callback(lambda _: self._places.release())
+        return await asyncio.wrap_future(future)

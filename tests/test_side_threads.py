@@ -44,6 +44,27 @@ async def test_one_who_leaves_the_line_gives_up_the_place() -> None:
     assert await third == 3
 
 
+async def test_work_that_nobody_waits_for_any_more_keeps_its_place_until_it_ends() -> None:
+    threads = SideThreads(inline_size=0, num_threads=1, max_waiting=0)
+    begun, hold = threading.Event(), threading.Event()
+    given_up = asyncio.create_task(threads.run(1, lambda: (begun.set(), hold.wait())))
+    await asyncio.to_thread(begun.wait)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    with pytest.raises(QueueFull):
+        await threads.run(1, lambda: None)
+    hold.set()
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                assert await threads.run(1, lambda: "free again") == "free again"
+            except QueueFull:
+                await asyncio.sleep(0.001)
+            else:
+                break
+
+
 async def test_what_the_work_raises_comes_back() -> None:
     threads = SideThreads(inline_size=0, num_threads=1, max_waiting=0)
     with pytest.raises(ZeroDivisionError):
