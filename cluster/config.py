@@ -31,6 +31,7 @@ class ServiceConfig(BaseModel):
     * `secret` authenticates gateways to workers; made new when it is not given.
     * `worker_cpus`, `gateway_cpus` are what Ray reserves for one replica; a worker on CUDA also reserves one GPU.
     * `drain_timeout_s` is how long a worker or gateway that is to end waits for what runs on it.
+    * `failover_timeout_s`, `max_failovers`, `stall_timeout_s`: see `cluster.failover.FailoverLimits`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,6 +46,9 @@ class ServiceConfig(BaseModel):
     worker_cpus: float = Field(default=0.5, gt=0)
     gateway_cpus: float = Field(default=0.25, gt=0)
     drain_timeout_s: float = Field(default=30.0, gt=0)
+    failover_timeout_s: float = Field(default=60.0, gt=0)
+    max_failovers: int = Field(default=3, ge=0)
+    stall_timeout_s: float = Field(default=60.0, gt=0)
 
     @property
     def model_name(self) -> str:

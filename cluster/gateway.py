@@ -12,6 +12,7 @@ from ray import serve
 from cluster.activity import Activity, activity
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
+from cluster.failover import FailoverLimits
 from cluster.http_api import Service, create_app
 from cluster.membership import Members, board, board_key
 from cluster.router import Router
@@ -37,7 +38,8 @@ class Gateway:
         self._text = await asyncio.to_thread(lambda: load_text(resolve(config.engine.model)))
         replica_tag = serve.get_replica_context().replica_tag
         router = Router(max_waiting=config.engine.max_waiting, offset=zlib.crc32(replica_tag.encode()))
-        self._streams = Streams(config.model_name, config.secret.get_secret_value(), router)
+        limits = FailoverLimits(config.failover_timeout_s, config.max_failovers, config.stall_timeout_s)
+        self._streams = Streams(config.model_name, config.secret.get_secret_value(), router, limits)
         loop = asyncio.get_running_loop()
 
         def follow(members: Members) -> None:  # on Serve's router thread

@@ -5,6 +5,7 @@ Owner: the gateway's event loop. Decides by `cluster.placement`; moves no bytes 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from cluster.placement import Candidate, Need, assign
@@ -96,13 +97,13 @@ class Router:
         """Of all workers whose stream is open, in the order in which they came."""
         return [view.info for view in self._views.values()]
 
-    def assign(self, request_id: int, request: Request) -> str:
-        """The id of the worker that shall run `request`, which then counts as sent to it.
+    def assign(self, request_id: int, request: Request, *, avoid: Collection[str] = ()) -> str:
+        """The id of the worker that shall run `request`, which then counts as sent to it; none of those in `avoid`.
 
         Raises `Unavailable` or `QueueFull`; nothing has then changed.
         """
         need = Need(prompt_tokens=len(request.prompt), num_sequences=request.n)
-        ids = sorted(self._views)
+        ids = sorted(self._views.keys() - avoid)
         turn = self._offset % len(ids) if ids else 0
         choice = assign(need, [self._candidate(self._views[worker_id]) for worker_id in ids[turn:] + ids[:turn]])
         if isinstance(choice, RaycombError):

@@ -7,12 +7,14 @@ import contextvars
 import logging
 import time
 
+from cluster.failover import Failover, FailoverLimits
 from cluster.fleet import ServedModel
 from cluster.generation import RemoteGeneration
 from cluster.membership import Members
 from cluster.router import Router
+from cluster.run import Run
 from cluster.worker_stream import WorkerStream
-from planner.errors import RaycombError, WorkerLost
+from planner.errors import RaycombError
 from planner.request import Request
 
 logger = logging.getLogger(__name__)
@@ -27,11 +29,15 @@ class Streams:
     request's client.
     """
 
-    def __init__(self, model_name: str, secret: str, router: Router) -> None:
+    def __init__(
+        self, model_name: str, secret: str, router: Router, failover_limits: FailoverLimits | None = None
+    ) -> None:
         self._model_name = model_name
         self._created = int(time.time())
         self._secret = secret
         self._router = router
+        self._limits = failover_limits or FailoverLimits()
+        self._failover = Failover(self._start, self._limits)
         self._next_request_id = 1
         self._last_model: ServedModel | None = None
         self.fault: BaseException | None = None
@@ -58,43 +64,46 @@ class Streams:
 
     @property
     def num_live(self) -> int:
-        """Requests whose end has not come yet."""
-        return sum(stream.num_live for stream in self._tasks.values())
+        """Runs whose end has not come yet: one a request, or after a failover one a sequence."""
+        return sum(stream.num_live for stream in self._tasks.values()) + self._failover.num_waiting
 
     def set_members(self, members: Members) -> None:
         """Open streams to new members; retire those of workers that left, which end when they are idle."""
         for worker_id in self._streams.keys() - members.keys():
             self._streams.pop(worker_id).retire()
         for worker_id in sorted(members.keys() - self._streams.keys()):
-            stream = WorkerStream(members[worker_id], self._secret, self._router, self._lose)
+            stream = WorkerStream(
+                members[worker_id], self._secret, self._router, self._failover, self._limits.stall_timeout_s
+            )
             self._streams[worker_id] = stream
             task = asyncio.create_task(stream.run(), name=f"stream {worker_id}", context=contextvars.Context())
             self._tasks[task] = stream
             task.add_done_callback(self._ended)
 
     def submit(self, request: Request) -> RemoteGeneration:
-        request_id = self._next_request_id
-        worker_id = self._router.assign(request_id, request)
-        try:
-            generation = self._streams[worker_id].submit(request_id, request)
-        except RaycombError:
-            self._router.settle(worker_id, request_id)
-            raise
-        self._next_request_id += 1
+        generation = RemoteGeneration(self._next_request_id, request)
+        self._start(generation.first_run)
         return generation
 
     async def close(self) -> None:
         """Break every stream; what runs ends as lost, and the workers cancel it."""
+        self._failover.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._streams.clear()
 
-    def _lose(self, generations: list[RemoteGeneration], error: WorkerLost) -> None:
-        """The one place that decides what becomes of requests whose worker is gone: they fail, each with the reason."""
-        for generation in generations:
-            generation.lose(error)
+    def _start(self, run: Run) -> None:
+        """Send a run to a worker. Raises `RequestRefused`; nothing has then been sent."""
+        request_id = self._next_request_id
+        worker_id = self._router.assign(request_id, run.request, avoid=run.refused_by)
+        try:
+            self._streams[worker_id].submit(request_id, run)
+        except RaycombError:
+            self._router.settle(worker_id, request_id)
+            raise
+        self._next_request_id += 1
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         stream = self._tasks.pop(task)

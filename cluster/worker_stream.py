@@ -1,7 +1,7 @@
 """The one gRPC stream between this gateway and one worker: commands out, the updates of all requests in.
 
 A worker is identified by its replica, so a stream that breaks and opens again reaches the same worker or none: after
-a break nothing that ran is still there (`protos/worker.proto`), and its generations end as lost.
+a break nothing that ran is still there (`protos/worker.proto`), and its runs are lost.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import asyncio
 import logging
 import random
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 import grpc
 
-from cluster.generation import RemoteGeneration
 from cluster.membership import Member
 from cluster.outbox import Outbox
 from cluster.router import WorkerInfo
+from cluster.run import Run
 from planner.errors import RequestRefused, Unavailable, WorkerLost
 from planner.limits import Snapshot
-from planner.request import Request
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc as pb_grpc
 from worker.wire import (
@@ -52,10 +51,19 @@ class StreamObserver(Protocol):
     def settle(self, worker_id: str, request_id: int) -> None: ...
 
 
+class RunKeeper(Protocol):
+    """Who hears of runs that are without a worker, and sees to it that they end: the gateway's failover."""
+
+    def lost(self, runs: Iterable[Run], error: WorkerLost) -> None: ...
+
+    def refused(self, run: Run, worker_id: str, refusal: RequestRefused) -> None: ...
+
+
 class WorkerStream:
     """Keeps one stream open until `retire`; demultiplexes what comes. Owner: `Streams`, on the gateway's event loop.
 
-    `lost` is told of the generations that a broken stream leaves without a worker; it must end them.
+    A worker that has something to run and says nothing for `stall_timeout_s` hangs: the stream is broken off, and
+    the worker gets nothing more before its engine has spoken again.
     """
 
     def __init__(
@@ -63,16 +71,20 @@ class WorkerStream:
         member: Member,
         secret: str,
         observer: StreamObserver,
-        lost: Callable[[list[RemoteGeneration], WorkerLost], None],
+        keeper: RunKeeper,
+        stall_timeout_s: float,
     ) -> None:
         self.member = member
         self._secret = secret
         self._observer = observer
-        self._lost = lost
+        self._keeper = keeper
+        self._stall_timeout_s = stall_timeout_s
         self._outbox = Outbox()
-        # Weak: a generation that its owner forgot to cancel ends here too, instead of running to its budget.
-        self._generations: weakref.WeakValueDictionary[int, RemoteGeneration] = weakref.WeakValueDictionary()
-        self._finalizers: dict[int, weakref.finalize[..., RemoteGeneration]] = {}
+        # Weak: the run of a generation that its owner forgot to cancel ends here too, not with its budget.
+        self._runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
+        self._finalizers: dict[int, weakref.finalize[..., Run]] = {}
+        self._heard_at = 0.0
+        self._stalled = False
         self._open = False
         self._retiring = False
         self._idle = asyncio.Event()
@@ -82,21 +94,18 @@ class WorkerStream:
     def num_live(self) -> int:
         return len(self._finalizers)
 
-    def submit(self, request_id: int, request: Request) -> RemoteGeneration:
-        """Send a request. Raises `Unavailable`, `QueueFull` or `InvalidRequest`; nothing has then been sent."""
+    def submit(self, request_id: int, run: Run) -> None:
+        """Send a run. Raises `Unavailable`, `QueueFull` or `InvalidRequest`; nothing has then been sent."""
         if not self._open or self._retiring:
             raise Unavailable(f"worker {self.member.worker_id} takes no requests now")
-        self._outbox.submit(request_to_proto(request_id, request))
-
-        def send_cancel(indices: Collection[int] | None) -> None:
-            self._cancel(request_id, indices)
-
-        generation = RemoteGeneration(request_id, request, send_cancel)
-        self._generations[request_id] = generation
-        finalizer = weakref.finalize(generation, self._loop.call_soon_threadsafe, self._cancel, request_id, None)
+        self._outbox.submit(request_to_proto(request_id, run.request))
+        if not self._finalizers:
+            self._heard_at = self._loop.time()  # it had nothing to say before
+        self._runs[request_id] = run
+        finalizer = weakref.finalize(run, self._loop.call_soon_threadsafe, self._cancel, request_id, None)
         finalizer.atexit = False
         self._finalizers[request_id] = finalizer
-        return generation
+        run.start(lambda indices: self._cancel(request_id, indices))
 
     def retire(self) -> None:
         """The worker left the membership: take nothing more, let what runs end, then close."""
@@ -133,6 +142,7 @@ class WorkerStream:
             ending = [
                 asyncio.create_task(self._read(call), name=f"read {worker_id}"),
                 asyncio.create_task(self._wait_until_retired(), name=f"retire {worker_id}"),
+                asyncio.create_task(self._wait_until_stalled(), name=f"watch {worker_id}"),
             ]
             tasks = [writing, *ending]
             try:
@@ -143,6 +153,8 @@ class WorkerStream:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 call.cancel()
         errors = [error for task in done if not task.cancelled() and (error := task.exception()) is not None]
+        if self._stalled and not errors:
+            return WorkerLost(f"worker {worker_id} said nothing for {self._stall_timeout_s:g} s")
         return WorkerLost(f"the stream to worker {worker_id} {_why_it_ended(errors)}")
 
     async def _read(self, call: grpc.aio.StreamStreamCall[pb.Command, pb.StepUpdates]) -> None:
@@ -150,9 +162,13 @@ class WorkerStream:
         hello = await asyncio.wait_for(anext(messages, None), HELLO_TIMEOUT_S)
         if hello is None or hello.info.worker_id != self.member.worker_id:
             return  # not this worker: its port may have gone to another one
-        self._join(hello)
+        if not self._stalled:
+            self._join(hello)
         num_messages = 0
         async for message in messages:
+            if self._stalled:  # the hello came from the server; this comes from the engine
+                self._stalled = False
+                self._join(hello)
             self._dispatch(message)
             # Written by a task that wakes behind the readers woken just now, so it follows their having read.
             num_messages += 1
@@ -168,6 +184,18 @@ class WorkerStream:
 
     async def _wait_until_retired(self) -> None:
         await self._idle.wait()
+
+    def _quiet_until(self) -> float:
+        """When the worker hangs if it says nothing; with nothing to run, a while after now."""
+        if not self._finalizers:
+            return self._loop.time() + self._stall_timeout_s / 8
+        return self._heard_at + self._stall_timeout_s
+
+    async def _wait_until_stalled(self) -> None:
+        self._heard_at = self._loop.time()
+        while (left_s := self._quiet_until() - self._loop.time()) > 0:  # noqa: ASYNC110 - it waits for time itself
+            await asyncio.sleep(left_s)
+        self._stalled = True
 
     async def _sleep_unless_retired(self, seconds: float) -> None:
         try:
@@ -197,18 +225,26 @@ class WorkerStream:
         if message.HasField("snapshot"):
             snapshot = snapshot_from_proto(message.snapshot)
             self._observer.observe(self.member.worker_id, snapshot, draining=message.snapshot.draining)
+        self._heard_at = self._loop.time()
+        lost: dict[int, tuple[Run, WorkerLost]] = {}
         for entry in message.updates:
             self._observer.settle(self.member.worker_id, entry.request_id)
-            generation = self._generations.get(entry.request_id)
-            if generation is None:
+            run = self._runs.get(entry.request_id)
+            if run is None:
                 continue  # cancelled here; the worker's last words for it are on their way
             update = update_from_proto(entry)
             if isinstance(update, RequestRefused):
-                generation.refuse(update)
-            else:
-                generation.deliver(update)
-            if generation.over:
                 self._forget(entry.request_id)
+                self._keeper.refused(run, self.member.worker_id, update)
+                continue
+            run.deliver(update)
+            if run.loss is not None:
+                lost[entry.request_id] = run, run.loss
+            elif run.over:
+                self._forget(entry.request_id)
+        for request_id, (run, loss) in lost.items():
+            self._cancel(request_id, None)
+            self._keeper.lost([run], loss)
 
     def _cancel(self, request_id: int, indices: Collection[int] | None) -> None:
         if request_id not in self._finalizers:
@@ -219,7 +255,8 @@ class WorkerStream:
 
     def _forget(self, request_id: int) -> None:
         self._observer.settle(self.member.worker_id, request_id)
-        self._generations.pop(request_id, None)
+        if (run := self._runs.pop(request_id, None)) is not None:
+            run.stop()
         finalizer = self._finalizers.pop(request_id, None)
         if finalizer is not None:
             finalizer.detach()
@@ -230,11 +267,11 @@ class WorkerStream:
             self._idle.set()
 
     def _end_all(self, error: WorkerLost) -> None:
-        orphans = list(self._generations.values())
+        orphans = list(self._runs.values())
         for request_id in list(self._finalizers):
             self._forget(request_id)
         if orphans:
-            self._lost(orphans, error)
+            self._keeper.lost(orphans, error)
 
 
 def _why_it_ended(errors: list[BaseException]) -> str:

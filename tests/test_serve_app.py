@@ -127,7 +127,7 @@ def test_gateways_never_load_torch(service: ServiceProcess) -> None:
         assert not any("libtorch" in path for path in mapped)
 
 
-async def test_a_killed_worker_ends_its_own_requests_and_is_replaced(service: ServiceProcess) -> None:
+async def test_what_a_killed_worker_ran_goes_on_and_it_is_replaced(service: ServiceProcess) -> None:
     wait_until(lambda: len(service.processes(WORKER)) == 2, 60, "two workers")
     victim = service.processes(WORKER)[0]
     async with client_of(service) as client:
@@ -136,11 +136,7 @@ async def test_a_killed_worker_ends_its_own_requests_and_is_replaced(service: Se
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 20)
         victim.kill()
         lasts = await asyncio.wait_for(asyncio.gather(*streams), 30)
-        codes = [last["error"]["code"] for last in lasts if "error" in last]
-        finished = [last for last in lasts if "error" not in last]
-        assert 1 <= len(codes) <= 3  # two gateways that do not know of each other need not halve them exactly
-        assert set(codes) == {"worker_lost"}
-        assert {last["choices"][0]["finish_reason"] for last in finished} == {"length"}
+        assert {last["choices"][0]["finish_reason"] for last in lasts} == {"length"}
         answers = await asyncio.gather(*(client.post("/v1/completions", json=body(2)) for _ in range(4)))
         assert all(answer.status_code == 200 for answer in answers)
 

@@ -4,122 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
-import grpc
-import numpy as np
 import pytest
 
 from cluster.generation import RemoteGeneration
-from cluster.membership import Member, MembershipBoard, members_of
+from cluster.membership import MembershipBoard, members_of
 from cluster.outbox import Outbox
 from cluster.router import Router
 from cluster.streams import Streams
-from planner.errors import NeverFits, QueueFull, RequestRefused, Unavailable, WorkerLost
-from planner.request import FinishReason, Request, Update
+from planner.errors import NeverFits, QueueFull, Unavailable, WorkerLost
+from planner.request import FinishReason
 from protos import worker_pb2 as pb
-from protos import worker_pb2_grpc as pb_grpc
-from worker.wire import SECRET_METADATA, update_to_proto
-
-SECRET = "s3cret"
-
-
-class ScriptedWorker(pb_grpc.WorkerServicer):
-    """A worker that answers nothing by itself: `commands` is what it was sent, `say` what it sends."""
-
-    def __init__(self, worker_id: str = "w0", *, name: str | None = None, context: int = 512) -> None:
-        self.worker_id = worker_id
-        self.info = pb.WorkerInfo(
-            worker_id=name or worker_id,
-            model="m",
-            vocab_size=100,
-            context=context,
-            num_cells=1000,
-            max_prefill_tokens=64,
-            max_num_seqs=8,
-        )
-        self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()
-        self.num_read = 0
-        self.attached = 0
-        self._out: asyncio.Queue[pb.StepUpdates | None] = asyncio.Queue()
-        self._server: grpc.aio.Server | None = None
-        self.port = 0
-
-    async def Attach(  # noqa: N802 - the protocol's name
-        self, request_iterator: AsyncIterator[pb.Command], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.StepUpdates]:
-        if (SECRET_METADATA, SECRET) not in (context.invocation_metadata() or ()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong secret")
-        self.attached += 1
-        yield pb.StepUpdates(info=self.info)
-
-        async def read() -> None:
-            async for command in request_iterator:
-                if command.WhichOneof("command") == "read":
-                    self.num_read = command.read.num_messages
-                else:
-                    self.commands.put_nowait(command)
-
-        reader = asyncio.create_task(read())
-        try:
-            while (message := await self._out.get()) is not None:
-                yield message
-        finally:
-            self.attached -= 1
-            reader.cancel()
-
-    async def start(self) -> Member:
-        self._server = grpc.aio.server()
-        pb_grpc.add_WorkerServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
-        await self._server.start()
-        return Member(self.worker_id, f"127.0.0.1:{self.port}")
-
-    async def stop(self) -> None:
-        if self._server is not None:
-            await self._server.stop(None)
-            self._server = None
-
-    def say(self, *updates: Update | RequestRefused, request_id: int = 1, snapshot: pb.Snapshot | None = None) -> None:
-        messages = [update_to_proto(request_id, update) for update in updates]
-        self._out.put_nowait(pb.StepUpdates(updates=messages, snapshot=snapshot))
-
-    def hang_up(self) -> None:
-        self._out.put_nowait(None)
-
-    async def heard(self) -> pb.Command:
-        return await asyncio.wait_for(self.commands.get(), 10)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - the condition is in code that has no event for it
-            await asyncio.sleep(0.005)
-
-
-@asynccontextmanager
-async def fleet_of(*workers: ScriptedWorker, secret: str = SECRET, wait: bool = True) -> AsyncIterator[Streams]:
-    streams = Streams("served", secret, Router(max_waiting=16))
-    members = {worker.worker_id: await worker.start() for worker in workers}
-    streams.set_members(members)
-    try:
-        if wait:
-            await until(lambda: all(worker.attached for worker in workers))
-            await until(lambda: len(streams._router.infos) == len(workers))
-        yield streams
-    finally:
-        await streams.close()
-        for worker in workers:
-            await worker.stop()
-
-
-def request(n: int = 1) -> Request:
-    return Request(prompt=np.array([1, 2, 3], np.int64), max_tokens=9, n=n)
-
-
-def tokens(*ids: int, index: int = 0, finish: FinishReason | None = None) -> Update:
-    return Update(1, index, tokens=ids, finish_reason=finish)
+from tests.scripted_worker import SECRET, ScriptedWorker, fleet_of, request, tokens, until
 
 
 async def test_a_request_reaches_the_worker_and_its_updates_come_back() -> None:
@@ -144,7 +40,7 @@ async def test_a_late_reader_finds_one_merged_update_for_each_index() -> None:
         for token in range(4):
             worker.say(tokens(token), tokens(10 + token, index=1))
         worker.say(tokens(4, finish=FinishReason.LENGTH))
-        await until(lambda: generation._live == {1})
+        await until(lambda: generation._runs.keys() == {1})
         updates = await generation.next()
         assert [(u.index, u.tokens, u.finish_reason) for u in updates] == [
             (0, (0, 1, 2, 3, 4), FinishReason.LENGTH),
@@ -199,21 +95,6 @@ async def test_a_generation_that_nobody_holds_is_cancelled() -> None:
         gc.collect()
         assert (await worker.heard()).cancel.request_id == 1
         assert streams.num_live == 0
-
-
-async def test_a_broken_stream_ends_what_ran_on_it_and_opens_again() -> None:
-    worker = ScriptedWorker()
-    async with fleet_of(worker) as streams:
-        generation = streams.submit(request(n=2))
-        await worker.heard()
-        worker.say(tokens(5))
-        worker.hang_up()
-        await until(lambda: generation.over)
-        updates = await generation.next()
-        assert [u.tokens for u in updates] == [(5,), ()]
-        assert all(u.finish_reason is FinishReason.FAILED and isinstance(u.error, WorkerLost) for u in updates)
-        await until(lambda: streams.ready)
-        assert streams.submit(request()).request_id == 2
 
 
 async def test_a_worker_that_is_gone_takes_nothing_while_another_goes_on() -> None:
@@ -320,7 +201,7 @@ async def test_the_outbox_is_bounded_and_forgets_what_was_cancelled_in_time() ->
 
 
 async def test_a_cancel_while_the_reader_waits_wakes_it() -> None:
-    generation = RemoteGeneration(1, request(), lambda _indices: None)
+    generation = RemoteGeneration(1, request())
     reader = asyncio.create_task(generation.next())
     await asyncio.sleep(0)
     generation.cancel()
@@ -329,8 +210,9 @@ async def test_a_cancel_while_the_reader_waits_wakes_it() -> None:
 
 async def test_a_cancel_keeps_the_unread_end_of_another_index() -> None:
     sent: list[object] = []
-    generation = RemoteGeneration(1, request(n=2), sent.append)
-    generation.deliver(tokens(5, finish=FinishReason.STOP))
+    generation = RemoteGeneration(1, request(n=2))
+    generation.first_run.start(sent.append)
+    generation.first_run.deliver(tokens(5, finish=FinishReason.STOP))
     generation.cancel([1])
     assert sent == [None]
     assert [u.finish_reason for u in await generation.next()] == [FinishReason.STOP]
