@@ -35,6 +35,8 @@ def merged_tokens(
     given, _ = parser.parse_known_args(list(tokens))
     merged: list[str] = []
     for name, value in (from_file | _from_environment(settings, environment)).items():
+        if value is None:  # YAML's null: as if the line were not there
+            continue
         if not settings[name].option_strings:
             merged += [str(value)] if getattr(given, name) is None else []
         elif not (_repeats(settings[name]) and getattr(given, name)):  # a list is replaced as a whole

@@ -49,6 +49,13 @@ def test_the_model_may_stand_in_the_file_and_the_command_line_replaces_it(tmp_pa
     assert settings(["--config", file], {"RAYCOMB_MODEL": "c"})["model"] == "c"
 
 
+def test_a_null_in_the_file_sets_nothing(tmp_path: Path) -> None:
+    names = ("model", "max_cells", "api_key", "port", "prefix_caching")
+    file = config_file(tmp_path, "".join(f"{name}: null\n" for name in names))
+    assert {name: settings(["--config", file])[name] for name in names} == {name: settings([])[name] for name in names}
+    assert settings(["--config", file], {"RAYCOMB_MAX_CELLS": "103"})["max_cells"] == 103
+
+
 def test_lists_and_switches_come_from_yaml_too(tmp_path: Path) -> None:
     file = config_file(tmp_path, "api_key: [k1, k2]\nprefix_caching: false\nserved-model-name: one\n")
     got = settings(["m", "--config", file])
