@@ -75,6 +75,12 @@ def resolve(model: str, report: Report = lambda line: None) -> Path:
     )
 
 
+def name_on_every_node(model: str) -> str:
+    """What a process on another node can resolve: the whole path of files of this machine, else the name as it is."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
+
+
 def cache_folder() -> Path:
     """Where fetched checkpoints are kept: RAYCOMB_CACHE, else ~/.cache/raycomb."""
     return Path(os.environ.get("RAYCOMB_CACHE") or Path.home() / ".cache" / "raycomb")

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.checkpoints import resolve
+from cluster.checkpoints import name_on_every_node, resolve
 from cluster.config import ServiceConfig, service_config
 from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
 from cluster.front import Front, check_port, choose_front, front_environment
@@ -80,7 +80,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         _check_architecture(path)
     names = args.served_model_name or [Path(args.model.rstrip("/")).name.removesuffix(".gguf")]
     settings = {
-        "engine": engine.model_copy(update={"model": str(path)}),
+        "engine": engine.model_copy(update={"model": name_on_every_node(args.model)}),
         "http": {"served_model_names": names, "api_keys": args.api_key or ()},
         "num_workers": args.num_workers,
         "num_gateways": args.num_gateways,

