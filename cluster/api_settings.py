@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 
 class ApiSettings(BaseModel):
@@ -23,7 +23,7 @@ class ApiSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     served_model_names: tuple[str, ...] = ()
-    api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = ()
     open_paths: frozenset[str] = frozenset({"/health", "/ready", "/version", "/metrics"})
     version: str = "0.1.0"
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1)

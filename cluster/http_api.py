@@ -64,7 +64,8 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
     )
-    app.add_middleware(Guard, keys=settings.api_keys, open_paths=settings.open_paths)
+    keys = [key.get_secret_value() for key in settings.api_keys]
+    app.add_middleware(Guard, keys=keys, open_paths=settings.open_paths)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=settings.cors_origins,

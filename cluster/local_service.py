@@ -66,7 +66,7 @@ class LocalService:
                 if not self._wait_until_ready(config):
                     return 130
                 if question is not None:
-                    key = config.http.api_keys[0] if config.http.api_keys else None
+                    key = config.http.api_keys[0].get_secret_value() if config.http.api_keys else None
                     return ask(self.url, config.model_name, question, key)
                 self._greet(config)
                 self._signals.wanted.wait()

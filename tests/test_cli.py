@@ -241,6 +241,15 @@ def test_each_service_makes_a_secret_of_its_own_and_does_not_show_it() -> None:
     assert one.secret.get_secret_value() not in repr(one)
 
 
+def test_the_keys_of_clients_are_not_shown_either() -> None:
+    config = service_config({"engine": {"model": "m"}, "http": {"api_keys": ["sk-hidden"]}})
+    assert [key.get_secret_value() for key in config.http.api_keys] == ["sk-hidden"]
+    assert "sk-hidden" not in f"{config!r} {config} {config.model_dump()}"
+    with pytest.raises(InvalidConfiguration) as refused:
+        service_config({"engine": {"model": "m"}, "http": {"api_keys": ["sk-hidden", ""]}})
+    assert "sk-hidden" not in str(refused.value)
+
+
 @pytest.mark.parametrize("model", ["/models/Tiny-1B/", "owner/Tiny-1B", "Tiny-1B.gguf"])
 def test_a_service_answers_with_the_last_part_of_its_models_name(model: str) -> None:
     assert service_config({"engine": {"model": model}}).model_name == "Tiny-1B"
