@@ -150,7 +150,7 @@ def _check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     pairs = []
     for key, bias in biases.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 20):
+        if not (key.isascii() and key.isdecimal() and len(key) < 20 and key == str(int(key))):  # "07" could meet "7"
             raise InvalidRequest(f"logit_bias has the key {key!r}, which is no token id", param="logit_bias")
         pairs.append((int(key), bias))
     _check_ids([token for token, _ in pairs], vocab_size, "logit_bias")

@@ -86,6 +86,7 @@ async def test_null_means_not_set() -> None:
         ("logit_bias", {"150000": 1}),
         ("logit_bias", {"-1": 1}),
         ("logit_bias", {"x": 1}),
+        ("logit_bias", {"7": 1, "07": 2}),
         ("logit_bias", {"1": 101}),
         ("logit_bias", []),
         ("stop_token_ids", [999999]),
