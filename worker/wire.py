@@ -45,7 +45,8 @@ _FROM_WIRE = {wire: reason for reason, wire in _TO_WIRE.items()}
 
 def request_to_proto(request_id: int, request: Request) -> pb.Submit:
     """Raises `InvalidRequest` for a token id that does not fit in 32 bits; the planner checks the vocabulary."""
-    _check_ids("prompt", request.prompt.tolist())
+    outside = request.prompt[(request.prompt < 0) | (request.prompt >= 2**31)]  # a prompt may be very long
+    _check_ids("prompt", outside[:1].tolist())
     _check_ids("stop_token_ids", request.stop_token_ids)
     return pb.Submit(
         request_id=request_id,
