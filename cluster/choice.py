@@ -32,12 +32,16 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one choice has to say next. The last piece of a choice, and only it, has an `ending`."""
+    """What one choice has to say next. The last piece of a choice, and only it, has an `ending`.
+
+    `tokens` are those that came since the piece before, whether their text is shown, held back or hidden.
+    """
 
     index: int
     text: str
     scores: tuple[ScoredToken, ...] = ()
     ending: Ending | None = None
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +97,13 @@ class Choice:
             scan = self._scan("" if hidden else self._detokeniser.add(token))
             shown.append(scan.text)
             if scan.stopped:
-                return self._piece("".join(shown), Ending.STOP, cut=True)
+                return self._piece("".join(shown), Ending.STOP, update.tokens[: position + 1], cut=True)
         if update.finish_reason is None:
             text = "".join(shown)
-            return self._piece(text, None) if text or update.tokens else None
+            return self._piece(text, None, update.tokens) if text or update.tokens else None
         tail = self._finish()
         ending = Ending.LENGTH if update.finish_reason is FinishReason.LENGTH and not tail.stopped else Ending.STOP
-        return self._piece("".join(shown) + tail.text, ending, cut=tail.stopped)
+        return self._piece("".join(shown) + tail.text, ending, update.tokens, cut=tail.stopped)
 
     def _scan(self, piece: str) -> Scan:
         self._known += len(piece)
@@ -113,7 +117,7 @@ class Choice:
         tail = self._stops.finish()
         return Scan(scan.text + tail.text, tail.stopped)
 
-    def _piece(self, text: str, ending: Ending | None, *, cut: bool = False) -> Piece:
+    def _piece(self, text: str, ending: Ending | None, tokens: tuple[int, ...], *, cut: bool = False) -> Piece:
         """Scores leave with their text: those of hidden text wait, and go with it when a stop string cuts it off."""
         self._shown += len(text)
         self.ended = ending is not None
@@ -121,4 +125,4 @@ class Choice:
         scores = []
         while self._waiting and (over or self._waiting[0].offset < self._shown):
             scores.append(self._waiting.popleft())
-        return Piece(self.index, text, tuple(scores), ending)
+        return Piece(self.index, text, tuple(scores), ending, tokens)

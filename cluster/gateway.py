@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 
 from cluster.activity import Activity, activity
+from cluster.answer_maker import AnswerMaker, Service
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
 from cluster.failover import FailoverLimits
-from cluster.http_api import Service, create_app
+from cluster.http_api import create_app
 from cluster.membership import Members, board, board_key
 from cluster.router import Router
 from cluster.streams import Streams
@@ -50,7 +51,7 @@ class Gateway:
 
     def __serve_build_asgi_app__(self) -> Any:
         """Serve asks for the application once, after the constructor."""
-        return create_app(Service(self._streams, self._text, self._config.http))
+        return create_app(AnswerMaker(Service(self._streams, self._text, self._config.http)))
 
     async def check_health(self) -> None:
         if self._streams.fault is not None:

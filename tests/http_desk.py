@@ -11,9 +11,10 @@ from typing import Any
 
 import httpx
 
+from cluster.answer_maker import AnswerMaker, Service
 from cluster.api_settings import ApiSettings
 from cluster.fleet import ServedModel
-from cluster.http_api import Service, create_app
+from cluster.http_api import create_app
 from cluster.text import TextModel
 from planner.request import Request
 from tests.fake_fleet import FakeFleet
@@ -77,7 +78,7 @@ async def desk(
     script: Any = None, *, text: TextModel = TEXT, model: ServedModel | None = MODEL, fleet: Any = None, **settings: Any
 ) -> AsyncIterator[Desk]:
     fleet = fleet or FakeFleet(model, script or says("hi there"))
-    app = create_app(Service(fleet, text, ApiSettings(**settings)))
+    app = create_app(AnswerMaker(Service(fleet, text, ApiSettings(**settings))))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         yield Desk(http, fleet, app)
