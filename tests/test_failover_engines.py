@@ -1,0 +1,187 @@
+"""Failover with real engines behind the data plane: whatever dies, every answer is that of the undisturbed run.
+
+The executor is the fake, whose tokens depend on seed, position and all tokens before; a wrong continuation would show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+
+import pytest
+
+from cluster.failover import FailoverLimits
+from cluster.membership import Member
+from cluster.router import Router
+from cluster.streams import Streams
+from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from tests.data_plane import SECRET, holding, serving
+from tests.fakes import FakeExecutor, expected_tokens, fake_limits, fake_request
+from tests.scripted_worker import until
+from tests.service_process import ROOT
+from worker.engine import Engine
+from worker.serving import DataPlaneServer
+
+STEP_TIME_S = 0.003
+NUM_KILLS = 8
+NUM_REQUESTS = 40
+
+
+class EngineWorker:
+    """A worker of the fleet: an engine with the fake executor, and its data plane."""
+
+    def __init__(self, worker_id: str) -> None:
+        executor = FakeExecutor(step_time_s=STEP_TIME_S)
+        limits = fake_limits(executor.info, max_num_seqs=12, max_batched_tokens=32)
+        self.worker_id = worker_id
+        self.engine = Engine(executor, limits, inbox_size=100, on_death=lambda _: None, check_cells=True)
+        self._server = DataPlaneServer(self.engine, self.engine.start(), worker_id, SECRET, 12, "127.0.0.1")
+
+    async def start(self) -> Member:
+        return Member(self.worker_id, await self._server.start())
+
+    async def die(self) -> None:
+        """Its streams are cut where they are."""
+        await self._server.stop(0)
+        await asyncio.to_thread(self.engine.stop)
+
+    async def end(self) -> None:
+        """As a worker that is scaled away when its time to drain is over at once: it gives up what it runs."""
+        await self._server.drain(0.01)
+        await asyncio.to_thread(self.engine.stop)
+        await self._server.stop(1)
+
+
+class Company:
+    """A fleet whose workers come and go."""
+
+    def __init__(self, num_workers: int) -> None:
+        limits = FailoverLimits(max_failovers=NUM_KILLS)
+        self.streams = Streams("served", SECRET, Router(max_waiting=1000), limits)
+        self.workers = [EngineWorker(f"w{number}") for number in range(num_workers)]
+        self._members: dict[str, Member] = {}
+        self._num_hired = num_workers
+
+    async def start(self) -> None:
+        self._members = {worker.worker_id: await worker.start() for worker in self.workers}
+        self.streams.set_members(self._members)
+        await until(lambda: len(self.streams._router.infos) == len(self.workers))
+
+    async def replace(self, victim: EngineWorker, *, killed: bool) -> None:
+        """The victim goes; the membership hears of it a little later, and of another worker with it."""
+        await (victim.die() if killed else victim.end())
+        self.workers.remove(victim)
+        worker = EngineWorker(f"w{self._num_hired}")
+        self._num_hired += 1
+        self.workers.append(worker)
+        del self._members[victim.worker_id]
+        self._members[worker.worker_id] = await worker.start()
+        self.streams.set_members(dict(self._members))
+
+    async def close(self) -> None:
+        await self.streams.close()
+        for worker in self.workers:
+            await worker.die()
+
+
+def random_request(chance: random.Random) -> Request:
+    max_tokens = chance.randrange(1, 60)
+    return fake_request(
+        [chance.randrange(100) for _ in range(chance.randrange(1, 40))],
+        max_tokens,
+        sampling=SamplingParams(
+            temperature=chance.choice([0.0, 1.0]),
+            seed=chance.randrange(2**64),
+            presence_penalty=chance.choice([0.0, 0.5]),
+            logprobs=chance.choice([None, 2]),
+        ),
+        n=chance.randrange(1, 4),
+        min_tokens=min(max_tokens, chance.choice([0, 20])),
+        stop_token_ids=frozenset(chance.sample(range(1000), 20)),
+        prompt_logprobs=chance.random() < 0.3,
+    )
+
+
+async def check_answer(streams: Streams, request: Request) -> int:
+    """Read a request to its end; everything of it must be as if nothing had happened. The number of its tokens."""
+    generation = streams.submit(request)
+    tokens: dict[int, tuple[int, ...]] = dict.fromkeys(range(request.n), ())
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = dict.fromkeys(range(request.n), ())
+    scores: list[int] = []
+    ends: dict[int, FinishReason] = {}
+    while len(ends) < request.n:
+        for update in await asyncio.wait_for(generation.next(), 30):
+            assert update.index not in ends
+            tokens[update.index] += update.tokens
+            logprobs[update.index] += update.logprobs
+            scores += [score.token for score in update.prompt_logprobs]
+            if update.finish_reason is not None:
+                ends[update.index] = update.finish_reason
+    for index in range(request.n):
+        assert tokens[index] == expected_tokens(request, index)
+        stopped = tokens[index][-1] in request.stop_token_ids and len(tokens[index]) > request.min_tokens
+        assert ends[index] is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        scored = [] if request.sampling.logprobs is None else list(tokens[index])
+        assert [score.token for score in logprobs[index]] == scored
+    assert scores == (request.prompt.tolist() if request.prompt_logprobs else [])
+    return sum(map(len, tokens.values()))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_every_answer_is_whole_and_right_while_workers_die(seed: int) -> None:
+    chance = random.Random(seed)
+    company = Company(3)
+    await company.start()
+    asked = [random_request(chance) for _ in range(NUM_REQUESTS)]
+    answers = asyncio.gather(*(check_answer(company.streams, request) for request in asked))
+    try:
+        for _ in range(NUM_KILLS):
+            await asyncio.sleep(chance.uniform(0.0, 0.06))
+            await company.replace(chance.choice(company.workers), killed=chance.random() < 0.7)
+        await answers
+        assert company.streams.num_live == 0
+        assert company.streams._next_request_id > NUM_REQUESTS + NUM_KILLS, "hardly anything was lost"
+        for worker in company.workers:
+            await until(lambda engine=worker.engine: engine.num_live == 0)  # type: ignore[misc]
+            snapshot = worker.engine.snapshot
+            assert (snapshot.num_running, snapshot.num_waiting, snapshot.owned_cells) == (0, 0, 0)
+    finally:
+        await company.close()
+
+
+async def test_a_worker_whose_executor_hangs_is_given_up_for_another() -> None:
+    limits = FailoverLimits(stall_timeout_s=0.5)
+    streams = Streams("served", SECRET, Router(max_waiting=100), limits)
+    async with serving(holding()) as hung:
+        other = EngineWorker("worker-2")
+        try:
+            streams.set_members({"worker-1": Member("worker-1", hung.address), "worker-2": await other.start()})
+            await until(lambda: len(streams._router.infos) == 2)
+            asked = [fake_request([key, 2, 3], 20, n=2) for key in range(4)]
+            answers = asyncio.gather(*(check_answer(streams, request) for request in asked))
+            assert await answers == [40] * 4
+            assert len(hung.executor.steps) == 1  # it had begun
+        finally:
+            await streams.close()
+            await other.die()
+
+
+async def test_what_a_killed_gateway_had_asked_for_is_cancelled_within_a_second() -> None:
+    async with serving(FakeExecutor(step_time_s=STEP_TIME_S)) as worker:
+        command = ["-m", "tests.doomed_gateway", worker.address, SECRET, "6"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        gateway = await asyncio.create_subprocess_exec(
+            sys.executable, *command, cwd=ROOT, env=environment, stdout=asyncio.subprocess.PIPE
+        )
+        assert gateway.stdout is not None
+        assert await asyncio.wait_for(gateway.stdout.readline(), 60) == b"all run\n"
+        assert worker.engine.snapshot.num_running == 12
+        gateway.send_signal(signal.SIGKILL)
+        killed_at = time.monotonic()
+        await until(lambda: worker.engine.num_live == 0 and worker.engine.snapshot.owned_cells == 0)
+        assert time.monotonic() - killed_at < 1.0
+        await gateway.wait()
