@@ -64,32 +64,41 @@ class AnswerResponse(Response):
             logger.debug("client gone (499)")
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error: RaycombError | None = None
+        ending = b""
         try:
             async with asyncio.timeout(self._delivery.deadline_s):
-                await (self._send_events(send) if self._delivery.stream else self._send_whole(scope, receive, send))
-                return
+                ending = await (self._send_events(send) if self._delivery.stream else self._whole())
         except TimeoutError:
-            error: RaycombError = DeadlineExceeded("the request's deadline passed")
+            error = DeadlineExceeded("the request's deadline passed")
         except RaycombError as failure:
             error = failure
         finally:
             await self._answer.close()
-        if self._streaming:
-            await _send_body(send, _event(json.dumps(envelope(error), ensure_ascii=False).encode()), more=False)
-        else:
+        # Outside the deadline: a response that has begun to end cannot become another one.
+        if error is not None and not self._streaming:
             await error_response(error)(scope, receive, send)
+        elif error is not None:
+            await self._send_event_bytes(
+                send, _event(json.dumps(envelope(error), ensure_ascii=False).encode()), more=False
+            )
+        elif self._delivery.stream:
+            await self._send_event_bytes(send, ending, more=False)
+        else:
+            await json_response(ending)(scope, receive, send)
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _whole(self) -> bytes:
+        """The answer as one JSON text."""
         choices: list[list[Piece]] = [[] for _ in range(self._answer.num_choices)]
         for piece in self._answer.start():
             choices[piece.index].append(piece)
         while not self._answer.finished:
             for piece in await self._answer.next(self._delivery.keepalive_s):
                 choices[piece.index].append(piece)
-        body = self._voice.whole(choices, self._answer.counts())
-        await json_response(body)(scope, receive, send)
+        return self._voice.whole(choices, self._answer.counts())
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send) -> bytes:
+        """Send the answer as it grows; returns the events that close the stream."""
         pieces = self._answer.start()
         while not self._answer.finished:
             news = await self._answer.next(self._delivery.keepalive_s)
@@ -100,7 +109,7 @@ class AnswerResponse(Response):
         closing = self._events(pieces)
         if self._delivery.include_usage:
             closing += _event(self._voice.usage_chunk(self._answer.counts()))
-        await self._send_event_bytes(send, closing + b"data: [DONE]\n\n", more=False)
+        return closing + b"data: [DONE]\n\n"
 
     def _events(self, pieces: Iterable[Piece]) -> bytes:
         chunks = (self._voice.chunk(piece) for piece in pieces)

@@ -102,6 +102,22 @@ async def test_a_deadline_that_passes_within_a_stream_is_its_last_event() -> Non
     assert fleet.num_running == 0
 
 
+async def test_a_deadline_that_passes_while_a_whole_answer_is_sent_starts_no_second_one() -> None:
+    class ReadsLate(RawClient):
+        async def send(self, message: Any) -> None:
+            self.sent.append(message)
+            if len(self.sent) == 1:
+                await asyncio.sleep(0.1)
+
+    async with desk() as d:
+        client = ReadsLate(d.app, PROMPT, deadline_ms=40)
+        await client.run()
+    assert [(message["type"], message.get("status")) for message in client.sent] == [
+        ("http.response.start", 200),
+        ("http.response.body", None),
+    ]
+
+
 async def test_what_was_generated_before_a_failure_is_still_told() -> None:
     class TokensThenFailure(FakeFleet):
         def submit(self, request: Request) -> Any:
