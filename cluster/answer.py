@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.choice import Choice, Echo, Ending, Piece, ScoredToken
 from cluster.detokeniser import Detokeniser
@@ -153,7 +153,7 @@ class _Part:
         failed = update.finish_reason in (FinishReason.FAILED, FinishReason.CANCELLED)
         error = (update.error or RequestFailed("the server gave the request up")) if failed else None
         if failed:  # what was generated before the failure still counts
-            update = replace(update, finish_reason=None, error=None)
+            update = update._replace(finish_reason=None, error=None)
         if self.plan.echo and not choice.begun and (update.tokens or update.finish_reason is not None):
             pieces.append(choice.echo(self._echo(update.index)))
         piece = choice.take(update)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import replace
 
 from cluster.run import Run, continuation
 from planner.errors import RequestRefused
@@ -67,7 +66,7 @@ class RemoteGeneration:
         if self._num_cached is None:
             self._num_cached = update.num_cached_tokens
         elif update.num_cached_tokens != self._num_cached:
-            update = replace(update, num_cached_tokens=self._num_cached)
+            update = update._replace(num_cached_tokens=self._num_cached)
         self._num_prompt_logprobs += len(update.prompt_logprobs)
         if update.tokens:
             self._begun = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.config import BUILD_EXECUTOR
 from cluster.engine_factory import make_engine
@@ -16,8 +16,7 @@ from worker.engine import Engine, StepReport
 from worker.executor import ProgramInfo
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(NamedTuple):
     """What one step brought for one request. `key` is the caller's name of it."""
 
     key: int

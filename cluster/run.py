@@ -88,12 +88,12 @@ class Run:
             return
         if (loss := _loss(update)) is not None:
             self.loss = loss
-            update = replace(update, finish_reason=None, error=None)
+            update = update._replace(finish_reason=None, error=None)
         if update.request_id != generation.request_id:  # it was sent again, under another id
             num_known = min(self._num_scores_told, len(update.prompt_logprobs))
             self._num_scores_told -= num_known
             scores = update.prompt_logprobs[num_known:]
-            update = replace(update, request_id=generation.request_id, index=index, prompt_logprobs=scores)
+            update = update._replace(request_id=generation.request_id, index=index, prompt_logprobs=scores)
         if update.finish_reason is not None:
             self.live.discard(index)
         generation.deliver(update)

@@ -7,12 +7,12 @@ sequences share is a prefix that neither of them writes again. The prefix index 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
+from planner.free_cells import FreeCells
 from planner.growable import Growable
 from planner.request import CellArray
 
@@ -28,13 +28,12 @@ class CellTable:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._free = list(range(capacity))  # a heap; ascending is a valid one
+        self._free = FreeCells(capacity)
         self._num_owners = np.zeros(capacity, np.int32)
         self._indexed = np.zeros(capacity, np.bool_)
         self._lists: dict[int, Growable[np.int32]] = {}
         self._next_id = 1
         self._num_cached = 0
-        self._used_end = 0
 
     @property
     def free(self) -> int:
@@ -51,7 +50,7 @@ class CellTable:
     @property
     def used_end(self) -> int:
         """One past the highest cell that is not free."""
-        return self._used_end
+        return self._free.used_end
 
     def position(self, sequence: int) -> int:
         """Number of cells of a sequence: the position that its next token takes."""
@@ -73,18 +72,20 @@ class CellTable:
 
         False, and nothing changed: fewer cells are free than wanted.
         """
-        lists = [(self._lists[sequence], count) for sequence, count in wanted.items()]
-        if any(count < 0 for _, count in lists):
+        lists = [self._lists[sequence] for sequence in wanted]
+        if min(wanted.values(), default=0) < 0:
             raise ValueError(f"a sequence cannot be extended by a negative number of cells: {dict(wanted)}")
-        total = sum(count for _, count in lists)
+        total = sum(wanted.values())
         if total > self.free:
             return False
-        cells = np.array([heapq.heappop(self._free) for _ in range(total)], np.int32)
+        cells = self._free.take(total)
         self._num_owners[cells] = 1
-        if total:
-            self._used_end = max(self._used_end, int(cells[-1]) + 1)
+        if max(wanted.values(), default=0) == 1 and total == len(lists):  # decodes alone: no array for each
+            for own, cell in zip(lists, cells.tolist(), strict=True):
+                own.append(cell)
+            return True
         at = 0
-        for own, count in lists:
+        for own, count in zip(lists, wanted.values(), strict=True):
             own.extend(cells[at : at + count])
             at += count
         return True
@@ -127,7 +128,7 @@ class CellTable:
         unowned = tail[self._num_owners[tail] == 0]
         kept = self._indexed[unowned]
         self._num_cached += int(np.count_nonzero(kept))
-        self._put_back(unowned[~kept])
+        self._free.put_back(unowned[~kept])
 
     def release(self, sequence: int) -> None:
         """Close a sequence and let go of all its cells."""
@@ -146,7 +147,7 @@ class CellTable:
         self._indexed[cells] = False
         unowned = cells[self._num_owners[cells] == 0]
         self._num_cached -= len(unowned)
-        self._put_back(unowned)
+        self._free.put_back(unowned)
 
     def unowned(self, cells: CellArray) -> npt.NDArray[np.bool_]:
         """bool[n]: which of int32[n] cells no sequence owns."""
@@ -163,14 +164,8 @@ class CellTable:
         assert (owners == self._num_owners).all(), "reference counts differ from the sequences' lists"
         used = (owners > 0) | self._indexed
         free = np.flatnonzero(~used)
-        assert sorted(self._free) == free.tolist(), "the free cells are not those that nothing refers to"
+        assert np.array_equal(self._free.marks(), free), "the free cells are not those that nothing refers to"
         assert self._num_cached == np.count_nonzero(self._indexed & (owners == 0)), "miscounted cached cells"
         assert self.owned == np.count_nonzero(owners), "miscounted owned cells"
-        assert self._used_end == (int(np.flatnonzero(used)[-1]) + 1 if used.any() else 0), "wrong used end"
-
-    def _put_back(self, cells: CellArray) -> None:
-        for cell in cells.tolist():
-            heapq.heappush(self._free, cell)
-        # The used end grows by at most one a claimed cell (lowest first), which pays for walking it back here.
-        while self._used_end and not (self._num_owners[self._used_end - 1] or self._indexed[self._used_end - 1]):
-            self._used_end -= 1
+        assert len(self._free) == len(free), "miscounted free cells"
+        assert self.used_end == (int(np.flatnonzero(used)[-1]) + 1 if used.any() else 0), "wrong used end"

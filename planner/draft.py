@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from planner.limits import Limits
 from planner.memory import Memory
 from planner.metrics import Metrics
+from planner.request import TokenArray
 from planner.sequence import Sequence
 from planner.slices import plan_slices
 from planner.step import Chunk, Step
+
+_NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -29,6 +32,11 @@ class Draft:
         self.takes[sequence] = self.takes.get(sequence, 0) + length
         self.num_tokens += length
 
+    def take_one_each(self, sequences: list[Sequence]) -> None:
+        """The same as `take` of one token for each of these, none of which has taken any."""
+        self.takes |= dict.fromkeys(sequences, 1)
+        self.num_tokens += len(sequences)
+
     def drop(self, sequence: Sequence) -> None:
         self.num_tokens -= self.takes.pop(sequence, 0)
 
@@ -36,11 +44,11 @@ class Draft:
 def pack(draft: Draft, number: int, memory: Memory, limits: Limits, metrics: Metrics) -> Step:
     """Claim the cells of a draft and make it a step; its sequences count as planned up to there."""
     memory.claim(draft.takes)
-    chunks = tuple(_chunk(sequence, length, memory) for sequence, length in draft.takes.items())
+    chunks = tuple([_chunk(sequence, length, memory) for sequence, length in draft.takes.items()])
     for sequence, length in draft.takes.items():
         sequence.num_planned += length
         sequence.num_in_flight += 1
-    lone = all(chunk.length == 1 and chunk.samples for chunk in chunks)
+    lone = draft.num_tokens == len(chunks) and all(chunk.samples for chunk in chunks)
     widths = limits.widths if lone else (1,)
     slices = plan_slices(draft.num_tokens, limits.max_prefill_tokens, limits.min_prefill_tokens, widths)
     metrics.count_step(slices, widths)
@@ -48,24 +56,28 @@ def pack(draft: Draft, number: int, memory: Memory, limits: Limits, metrics: Met
 
 
 def _chunk(sequence: Sequence, length: int, memory: Memory) -> Chunk:
-    family, request = sequence.family, sequence.family.request
-    start, end, num_known = sequence.num_planned, sequence.num_planned + length, len(sequence.tokens)
+    request, tokens = sequence.family.request, sequence.tokens
+    start, num_known, num_prompt = sequence.num_planned, len(tokens), sequence.num_prompt
+    end = start + length
     samples = end >= num_known and request.max_tokens > 0 and sequence.finish_reason is None
-    num_generated = end - sequence.num_prompt
-    targets = None
-    if start + 1 < sequence.num_prompt and family.owes_prompt_logprobs(sequence):
-        targets = sequence.tokens.view(start + 1, min(end + 1, sequence.num_prompt))
     assert sequence.cells_id is not None
     return Chunk(
         sequence_id=sequence.cells_id,
         start=start,
         length=length,
-        cells=memory.cells(sequence),
-        tokens=sequence.tokens.view(start, end) if start < num_known else None,
+        cells=memory.table.cells(sequence.cells_id),
+        tokens=tokens.view(start, end) if start < num_known else None,
         samples=samples,
         sampling=sequence.sampling,
-        prompt_targets=targets,
-        history=sequence.tokens.view(0, end) if samples and sequence.needs_history else None,
-        num_prompt=sequence.num_prompt - request.num_generated,
-        masked=request.stop_token_ids if samples and num_generated < request.min_tokens else frozenset(),
+        prompt_targets=_targets(sequence, start, end) if start + 1 < num_prompt else None,
+        history=tokens.view(0, end) if samples and sequence.needs_history else None,
+        num_prompt=num_prompt - request.num_generated,
+        masked=request.stop_token_ids if samples and end - num_prompt < request.min_tokens else _NOTHING,
     )
+
+
+def _targets(sequence: Sequence, start: int, end: int) -> TokenArray | None:
+    """Prompt tokens whose log probabilities positions [start, end) give, where they are wanted."""
+    if not sequence.family.owes_prompt_logprobs(sequence):
+        return None
+    return sequence.tokens.view(start + 1, min(end + 1, sequence.num_prompt))

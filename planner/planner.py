@@ -137,7 +137,7 @@ class Planner:
             elif isinstance(outcome, RequestFailed):
                 updates += self._fail(sequence, outcome)
             else:
-                updates += self._apply(sequence, chunk, outcome)
+                self._apply(sequence, chunk, outcome, updates)
         return updates
 
     def snapshot(self) -> Snapshot:
@@ -160,8 +160,9 @@ class Planner:
         self._schedule.check()
         assert bool(self._families) == self._schedule.busy, "a family without a sequence, or the reverse"
 
-    def _apply(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput) -> list[Update]:
-        family, request = sequence.family, sequence.family.request
+    def _apply(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput, updates: list[Update]) -> None:
+        """Take what a chunk gave, and add the sequence's news, and that of those it ends, to `updates`."""
+        family, token = sequence.family, output.token
         sequence.num_computed = chunk.start + chunk.length
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         forked: list[Update] = []
@@ -170,28 +171,32 @@ class Planner:
                 prompt_logprobs = family.take_prompt_logprobs(chunk.start, output.prompt_logprobs)
             forked = self._apply_prompt(sequence, chunk)
         if sequence.finish_reason is not None:
-            return forked
+            updates += forked
+            return
         reason = None
-        if output.token is not None:
-            sequence.tokens.append(output.token)
+        if token is not None:
+            sequence.tokens.append(token)
             self.metrics.num_tokens_generated += 1
-            reason = sequence.reason_to_end(output.token)
-        elif request.max_tokens == 0 and sequence.num_computed == sequence.num_prompt:
+            reason = sequence.reason_to_end(token)
+        elif family.request.max_tokens == 0 and sequence.num_computed == sequence.num_prompt:
             reason = FinishReason.LENGTH
         elif not prompt_logprobs:
-            return forked
+            updates += forked
+            return
         if reason is not None:
             self._close(family, sequence.index, reason)
-        news = Update(
-            request_id=family.request_id,
-            index=sequence.index,
-            tokens=() if output.token is None else (output.token,),
-            logprobs=() if output.logprobs is None else (output.logprobs,),
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=family.num_cached_tokens or 0,
-            finish_reason=reason,
+        updates.append(
+            Update(
+                request_id=family.request_id,
+                index=sequence.index,
+                tokens=() if token is None else (token,),
+                logprobs=() if output.logprobs is None else (output.logprobs,),
+                prompt_logprobs=prompt_logprobs,
+                num_cached_tokens=family.num_cached_tokens or 0,
+                finish_reason=reason,
+            )
         )
-        return [news, *forked]
+        updates += forked
 
     def _apply_prompt(self, sequence: Sequence, chunk: Chunk) -> list[Update]:
         """What a committed part of a prompt means for others: a prefix to share, and the forks that waited for it."""
@@ -270,11 +275,20 @@ def _check_result(step: Step, result: StepResult, vocab_size: int) -> None:
     for chunk, outcome in zip(step.chunks, result.outcomes, strict=True):
         if isinstance(outcome, RequestFailed):
             continue
-        whose = f"sequence {chunk.sequence_id} of step {step.number}"
-        if (outcome.token is not None) != chunk.samples:
-            raise ValueError(f"{whose} {'samples' if chunk.samples else 'does not sample'}, and has {outcome.token}")
-        if outcome.token is not None and not 0 <= outcome.token < vocab_size:
-            raise ValueError(f"{whose} has token id {outcome.token}, and the vocabulary is [0, {vocab_size})")
+        token = outcome.token
+        if (token is not None) != chunk.samples:
+            raise ValueError(
+                f"sequence {chunk.sequence_id} of step {step.number} "
+                f"{'samples' if chunk.samples else 'does not sample'}, and has {token}"
+            )
+        if token is not None and not 0 <= token < vocab_size:
+            raise ValueError(
+                f"sequence {chunk.sequence_id} of step {step.number} has token id {token}, "
+                f"and the vocabulary is [0, {vocab_size})"
+            )
         num_targets = 0 if chunk.prompt_targets is None else len(chunk.prompt_targets)
         if len(outcome.prompt_logprobs) != num_targets:
-            raise ValueError(f"{whose} has {len(outcome.prompt_logprobs)} of {num_targets} prompt log probabilities")
+            raise ValueError(
+                f"sequence {chunk.sequence_id} of step {step.number} has {len(outcome.prompt_logprobs)} "
+                f"of {num_targets} prompt log probabilities"
+            )

@@ -81,6 +81,9 @@ class Schedule:
 
     def _draft_decodes(self, draft: Draft) -> None:
         decoding = [sequence for sequence in self._running if sequence not in self._rotation and sequence.can_decode]
+        if draft.num_tokens + len(decoding) <= self._memory.room:
+            draft.take_one_each(decoding)
+            return
         for sequence in decoding:
             if sequence in self._running and self._find_room(sequence, draft):
                 draft.take(sequence, 1)

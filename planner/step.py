@@ -7,7 +7,7 @@ by a slice boundary, and a slice may hold many chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from planner.errors import RequestFailed
 from planner.request import CellArray, SamplingParams, TokenArray, TokenLogprobs
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One sequence's consecutive tokens in a step. A sequence has at most one chunk in a step.
+class Chunk(NamedTuple):
+    """One sequence's consecutive tokens in a step. A sequence has at most one chunk in a step. (One is made for each
+    sequence and step: a named tuple takes half the time of a frozen dataclass.)
 
     * `tokens` int64[length], or None for a lone decode token that the step before this one samples and that never
       visited the host: the executor feeds its own last sample of `sequence_id`.
@@ -61,8 +61,7 @@ class Step:
         return sum(chunk.length for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkOutput:
+class ChunkOutput(NamedTuple):
     """What one chunk gave. `token` is None iff the chunk did not sample. `logprobs` only where asked for."""
 
     token: int | None = None

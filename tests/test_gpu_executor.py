@@ -165,11 +165,11 @@ class FullOnce:
     def __init__(self, chain: PrefillChain, failing: int) -> None:
         self._chain, self._failing, self.num_forwards = chain, failing, 0
 
-    def hidden(self, tokens: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
+    def hidden(self, tokens: torch.Tensor, plan: PrefillPlan, rows: torch.Tensor) -> torch.Tensor:
         self.num_forwards += 1
         if self.num_forwards == self._failing:
             raise torch.OutOfMemoryError("no room for it")
-        return self._chain.hidden(tokens, plan)
+        return self._chain.hidden(tokens, plan, rows)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -43,8 +43,8 @@ class EngineConfig(BaseModel):
 
     @property
     def decode_widths(self) -> tuple[int, ...]:
-        """The ladder of decode widths: powers of two up to and including `max_num_seqs`."""
-        ladder = [1]
-        while ladder[-1] < self.max_num_seqs:
-            ladder.append(min(2 * ladder[-1], self.max_num_seqs))
-        return tuple(ladder)
+        """The ladder of decode widths up to and including `max_num_seqs`: powers of two, and from 32 on also what lies
+        halfway between two, since there an idle row costs time."""
+        powers = [1 << exponent for exponent in range(self.max_num_seqs.bit_length())]
+        halfway = [power * 3 // 2 for power in powers if power >= 32]
+        return tuple(sorted({width for width in powers + halfway if width < self.max_num_seqs} | {self.max_num_seqs}))

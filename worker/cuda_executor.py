@@ -132,15 +132,21 @@ class CudaExecutor:
         batch = cut(run.chunks, piece_of, wanted=run.is_whole)
         if batch is None:
             return
+        drawing = [(piece, row) for piece in batch.pieces if (row := piece.sampled_row) is not None]
+        drawn_rows = selector([row for _, row in drawing], piece_of.method, self._info.min_prefill_tokens)
+        target_rows = [row for piece in batch.pieces for row in piece.target_rows]
         try:
-            hidden = self._forward(batch)
-            self._draw_rows(batch, piece_of.method, hidden, run)
-            self._score_prompts(batch, hidden, run)
+            hidden = self._forward(batch, [*drawn_rows, *target_rows])
+            if drawing:
+                self._draw_rows([piece for piece, _ in drawing], hidden[: len(drawn_rows)], run)
+            if target_rows:
+                self._score_prompts(batch.pieces, hidden[len(drawn_rows) :], run)
         except torch.OutOfMemoryError as error:
             run.fail((piece.index for piece in batch.pieces), f"the forward did not fit into the GPU's memory: {error}")
             self._failed.update(piece.chunk.sequence_id for piece in batch.pieces)
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: Batch, rows: Sequence[int]) -> Tensor:
+        """[K, E]: what the last layer gives in `rows`."""
         spans = [Span(p.row, p.start, p.length, p.chunk.cells[: p.start + p.length]) for p in batch.pieces]
         plan = plan_prefill(spans, self._shared_heads, self._device)
         tokens = self._upload(batch.tokens)
@@ -149,15 +155,12 @@ class CudaExecutor:
             slots = self._upload([self._slot_of(piece.chunk) for piece in fed])
             drawn = self._decode.state.last_token.index_select(0, slots)
             tokens.index_copy_(0, self._upload([piece.row for piece in fed]), drawn.long())
-        return self._prefill.hidden(tokens, plan)
+        return self._prefill.hidden(tokens, plan, self._upload(rows))
 
-    def _draw_rows(self, batch: Batch, method: Method, hidden: Tensor, run: StepRun) -> None:
-        drawing = [(piece, row) for piece in batch.pieces if (row := piece.sampled_row) is not None]
-        if not drawing:
-            return
-        pieces, num_rows = [piece for piece, _ in drawing], len(drawing)
-        rows = selector([row for _, row in drawing], method, self._info.min_prefill_tokens)
-        logits = self._decoder.logits(hidden.index_select(0, self._upload(rows)))[:num_rows]
+    def _draw_rows(self, pieces: Sequence[Piece], hidden: Tensor, run: StepRun) -> None:
+        """Draw for pieces that end their chunks; `hidden` has their rows, and maybe some that nobody reads."""
+        num_rows = len(pieces)
+        logits = self._decoder.logits(hidden)[:num_rows]
         slots = self._upload(self._enter(pieces))
         outputs = torch.empty((2, _aligned(num_rows)), dtype=torch.int32, device=self._device)
         self._decode.draw(logits, slots.int(), outputs[0, :num_rows], outputs[1, :num_rows])
@@ -185,19 +188,20 @@ class CudaExecutor:
         self._decode.state.enter(entries)
         return slots
 
-    def _score_prompts(self, batch: Batch, hidden: Tensor, run: StepRun) -> None:
-        """Waits for the device: prompt log probabilities are rare, and many."""
-        for piece in batch.pieces:
+    def _score_prompts(self, pieces: Sequence[Piece], hidden: Tensor, run: StepRun) -> None:
+        """`hidden` has the rows of all targets in order. Waits for the device: these are rare, and many."""
+        at = 0
+        for piece in pieces:
             num_top = piece.chunk.sampling.logprobs or 0
             for first in range(0, len(piece.targets), _LOGPROB_ROWS):
-                rows = list(piece.target_rows)[first : first + _LOGPROB_ROWS]
-                logits = self._decoder.logits(hidden.index_select(0, self._upload(rows)))
+                targets = piece.targets[first : first + _LOGPROB_ROWS].tolist()
+                logits = self._decoder.logits(hidden[at + first : at + first + len(targets)])
                 if not bool(logits.sum().isfinite()):
                     run.fail([piece.index], "the forward gave logits that are not finite")
                     self._failed.add(piece.chunk.sequence_id)
                     break
-                targets = piece.targets[first : first + _LOGPROB_ROWS].tolist()
-                run.score_prompt(piece.index, token_logprobs(logits, targets, [num_top] * len(rows)))
+                run.score_prompt(piece.index, token_logprobs(logits, targets, [num_top] * len(targets)))
+            at += len(piece.targets)
 
     # Both.
 

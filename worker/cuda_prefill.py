@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -35,25 +36,27 @@ class PrefillChain:
         self._cos, self._sin = rotary
         self._pool = pool
 
-    def hidden(self, tokens: Tensor, plan: PrefillPlan) -> Tensor:
-        """Run all layers over `tokens` int64[T], laid out as in `plan`; [T, E], before the last norm.
+    def hidden(self, tokens: Tensor, plan: PrefillPlan, rows: Tensor) -> Tensor:
+        """Run all layers over `tokens` int64[T], laid out as in `plan`. Returns rows `rows`, int64[K], of what the
+        last layer gives: [K, E], before the last norm.
 
-        Keys and values of the tokens are in their cells afterwards. Raises torch's `OutOfMemoryError` where the
-        activations do not fit.
+        Keys and values of all tokens are in their cells afterwards; beyond them the last layer runs only the rows
+        asked for. Raises torch's `OutOfMemoryError` where the activations do not fit.
         """
-        config, weights = self._config, self._weights
-        residual = functional.embedding(tokens, weights.embedding)
-        normed = rms_norm(residual, weights.layers[0].attention_norm, config.norm_eps)
-        for index, layer in enumerate(weights.layers):
-            qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
-            attended = self._attended(index, qkv, plan)
+        config, layers = self._config, self._weights.layers
+        residual = functional.embedding(tokens, self._weights.embedding)
+        normed = rms_norm(residual, layers[0].attention_norm, config.norm_eps)
+        for index, layer in enumerate(layers):
+            attended = self._attended(index, functional.linear(normed, layer.qkv, layer.qkv_bias), plan)
+            if index + 1 == len(layers):
+                attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
+                normed = torch.empty_like(residual)
             projected = functional.linear(attended, layer.output)
             self._add_norm(projected, layer.output_bias, residual, layer.mlp_norm, normed)
             gate_up = functional.linear(normed, layer.gate_up)
             projected = functional.linear(self._gated(gate_up, layer.gate_up_bias), layer.down)
-            if index + 1 < len(weights.layers):
-                next_norm = weights.layers[index + 1].attention_norm
-                self._add_norm(projected, layer.down_bias, residual, next_norm, normed)
+            if index + 1 < len(layers):
+                self._add_norm(projected, layer.down_bias, residual, layers[index + 1].attention_norm, normed)
             else:
                 residual += projected if layer.down_bias is None else projected.add_(layer.down_bias)
         return residual
@@ -72,6 +75,8 @@ class PrefillChain:
     def _add_norm(self, added: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, normed: Tensor) -> None:
         """`residual` += `added` (+ `bias`); `normed` = its norm."""
         num_rows, hidden = residual.shape
+        if num_rows == 0:
+            return
         add_norm_kernel[(num_rows,)](
             added, 0, norm if bias is None else bias, residual, norm, normed, self._config.norm_eps,
             HIDDEN=hidden, BLOCK=next_power_of_2(hidden), SPLITS=1, HAS_BIAS=bias is not None,
@@ -81,6 +86,8 @@ class PrefillChain:
     def _gated(self, gate_up: Tensor, bias: Tensor | None) -> Tensor:
         ffn = self._config.intermediate_size
         active = gate_up.new_empty((len(gate_up), ffn))
+        if len(active) == 0:
+            return active
         silu_kernel[(-(-ffn // _SILU_BLOCK), len(gate_up))](
             gate_up, gate_up if bias is None else bias, active, FFN=ffn, BLOCK=_SILU_BLOCK, HAS_BIAS=bias is not None,
             **_plain(4),
