@@ -44,6 +44,11 @@ class Target:
         port = parts.port or (443 if tls else 80)
         return cls(parts.hostname, port, parts.path.rstrip("/"), tls)
 
+    @property
+    def authority(self) -> str:
+        """Host and port as a Host header has them: an IPv6 address stands in brackets (RFC 3986, section 3.2.2)."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 class ChunkedBody:
     """Takes the chunk framing off a body (RFC 9112, section 7.1), however the bytes were cut on their way."""
@@ -100,7 +105,7 @@ async def post_events(
     """
     content = json.dumps(body).encode()
     fields = {
-        "host": f"{target.host}:{target.port}",
+        "host": target.authority,
         "content-type": "application/json",
         "accept": "text/event-stream",
         "content-length": str(len(content)),
