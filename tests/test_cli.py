@@ -93,6 +93,11 @@ def test_an_empty_file_is_no_settings_and_a_missing_one_is_an_error(tmp_path: Pa
         (["serve"], "which model"),
         (["serve", "no-such-model"], "there is no model 'no-such-model'"),
         (["serve", "m", "--max-cells", "0"], "--max-cells 0"),
+        (["serve", "m", "--min-prefill-tokens", "600"], "[2, max_prefill_tokens = 512], not 600"),
+        (
+            ["serve", "m", "--max-num-batched-tokens", "128"],
+            "max_num_batched_tokens (128) must exceed max_num_seqs (128)",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_exit_code_2(

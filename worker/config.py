@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from planner.errors import InvalidConfiguration
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -36,9 +38,25 @@ class EngineConfig(BaseModel):
     num_threads: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**64)
 
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Self:
+        """Raises `InvalidConfiguration`, so that a contradiction is told before anything is loaded."""
+        w, m = self.max_prefill_tokens, self.min_prefill_tokens
+        if m > w:
+            raise InvalidConfiguration(
+                f"min_prefill_tokens must lie in [2, max_prefill_tokens = {w}], not {m}", param="min_prefill_tokens"
+            )
+        if self.batched_tokens <= self.max_num_seqs:
+            raise InvalidConfiguration(
+                f"max_num_batched_tokens ({self.batched_tokens}) must exceed max_num_seqs ({self.max_num_seqs}), "
+                "else decodes could starve prefills for ever",
+                param="max_num_batched_tokens",
+            )
+        return self
+
     @property
     def batched_tokens(self) -> int:
-        """Tokens of one step: given, or enough for every decode plus a full prefill."""
+        """Tokens of one step: given, or a full prefill, but no fewer than twice the decodes that may run."""
         return self.max_num_batched_tokens or max(self.max_prefill_tokens, 2 * self.max_num_seqs)
 
     @property

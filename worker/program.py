@@ -55,11 +55,6 @@ def load_program(config: EngineConfig) -> Program:
     model, source = _open(path, load=config.load_format != "dummy")
     dtype = _dtype(config, model, device)
     context = min(model.context, config.max_model_len or model.context)
-    w, m = config.max_prefill_tokens, config.min_prefill_tokens
-    if not 2 <= m <= w:
-        raise InvalidConfiguration(
-            f"min_prefill_tokens must lie in [2, max_prefill_tokens = {w}], not {m}", param="min_prefill_tokens"
-        )
     weights = _weights(config, model, source, dtype, device)
     cell_bytes = bytes_per_cell(model.num_layers, model.num_kv_heads, model.head_dim, dtype)
     info = ProgramInfo(
@@ -67,8 +62,8 @@ def load_program(config: EngineConfig) -> Program:
         architecture=model.architecture,
         vocab_size=model.vocab_size,
         context=context,
-        max_prefill_tokens=w,
-        min_prefill_tokens=m,
+        max_prefill_tokens=config.max_prefill_tokens,
+        min_prefill_tokens=config.min_prefill_tokens,
         widths=config.decode_widths,
         num_cells=config.max_cells or _default_cells(context, cell_bytes, device),
         num_layers=model.num_layers,
