@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import secrets
 from collections.abc import Callable, Mapping
+from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
@@ -52,9 +53,15 @@ class ServiceConfig(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """The name that the service answers with."""
-        names = self.http.served_model_names
-        return names[0] if names else self.engine.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+        """The name that the service answers with: the first given one, else the model's own.
+
+        A hub id and a built-in name are served as they are; of files only the last part tells clients anything.
+        """
+        names, model = self.http.served_model_names, PurePath(self.engine.model)
+        if names:
+            return names[0]
+        is_file = model.is_absolute() or model.suffix == ".gguf"
+        return model.name.removesuffix(".gguf") if is_file else str(model)
 
     def on(self, device: Literal["cpu", "cuda"]) -> ServiceConfig:
         """The same service with the engine's device decided."""

@@ -255,9 +255,18 @@ def test_the_keys_of_clients_are_not_shown_either() -> None:
     assert "sk-hidden" not in str(refused.value)
 
 
-@pytest.mark.parametrize("model", ["/models/Tiny-1B/", "owner/Tiny-1B", "Tiny-1B.gguf"])
-def test_a_service_answers_with_the_last_part_of_its_models_name(model: str) -> None:
-    assert service_config({"engine": {"model": model}}).model_name == "Tiny-1B"
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("/models/Tiny-1B/", "Tiny-1B"),
+        ("/models/Tiny-1B.gguf", "Tiny-1B"),
+        ("Tiny-1B.gguf", "Tiny-1B"),
+        ("owner/Tiny-1B", "owner/Tiny-1B"),
+        ("smollm2-135m", "smollm2-135m"),
+    ],
+)
+def test_a_service_answers_with_a_hub_id_as_it_is_and_with_the_last_part_of_a_path(model: str, name: str) -> None:
+    assert service_config({"engine": {"model": model}}).model_name == name
 
 
 @pytest.mark.parametrize("path", ["no.such:thing", "cluster.config:nothing", "cluster.config:BUILD_EXECUTOR"])
