@@ -11,7 +11,7 @@ from collections import deque
 
 from planner.request import TokenLogprobs
 from planner.step import Chunk, ChunkOutput, Step, StepResult
-from worker.config import EngineConfig
+from worker.config import CPU_PREFILL_TOKENS, EngineConfig
 from worker.executor import ProgramInfo
 
 STEP_S = 0.005
@@ -27,7 +27,7 @@ def make(config: EngineConfig) -> SteppingExecutor:
             architecture="none",
             vocab_size=VOCAB_SIZE,
             context=config.max_model_len or 8192,
-            max_prefill_tokens=config.max_prefill_tokens,
+            max_prefill_tokens=config.max_prefill_tokens or CPU_PREFILL_TOKENS,
             min_prefill_tokens=config.min_prefill_tokens,
             widths=config.decode_widths,
             num_cells=config.max_cells or 2**18,

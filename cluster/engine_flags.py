@@ -19,7 +19,7 @@ HELP = {
     "max_model_len": "most tokens of one sequence, prompt and answer",
     "max_cells": "tokens whose keys and values the pool holds",
     "gpu_memory_utilization": "share of a GPU's memory that weights, work and pool may take together",
-    "max_prefill_tokens": "widest prefill forward",
+    "max_prefill_tokens": "widest prefill forward; 512 on a CPU and 8192 on a GPU unless given",
     "min_prefill_tokens": "narrowest prefill forward",
     "max_num_seqs": "sequences that run at once",
     "max_num_batched_tokens": "most tokens of one step",

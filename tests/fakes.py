@@ -22,7 +22,7 @@ from planner.request import Request, SamplingParams, TokenLogprobs, sequence_see
 from planner.slices import Method
 from planner.step import Chunk, ChunkOutput, Step, StepResult
 from tests.fake_pool import NO_HISTORY, FakePool, WrongStepError, next_hash
-from worker.config import EngineConfig
+from worker.config import CPU_PREFILL_TOKENS, EngineConfig
 from worker.executor import ProgramInfo
 
 Outcomes = list[ChunkOutput | RequestFailed]
@@ -279,7 +279,7 @@ def make_fake_executor(config: EngineConfig) -> FakeExecutor:
         fake_info(
             context=config.max_model_len or 1024,
             num_cells=config.max_cells or 65_536,
-            max_prefill_tokens=config.max_prefill_tokens,
+            max_prefill_tokens=config.max_prefill_tokens or CPU_PREFILL_TOKENS,
             min_prefill_tokens=config.min_prefill_tokens,
             widths=config.decode_widths,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.fakes import FakeExecutor, fake_info
 from tests.tiny_text import tiny_text
-from worker.config import EngineConfig
+from worker.config import CPU_PREFILL_TOKENS, EngineConfig
 
 STEP_TIME_S = 0.02
 
@@ -16,7 +16,7 @@ def make_executor(config: EngineConfig) -> FakeExecutor:
             vocab_size=tiny_text().vocab_size,
             context=config.max_model_len or 4096,
             num_cells=config.max_cells or 65_536,
-            max_prefill_tokens=config.max_prefill_tokens,
+            max_prefill_tokens=config.max_prefill_tokens or CPU_PREFILL_TOKENS,
             min_prefill_tokens=config.min_prefill_tokens,
             widths=config.decode_widths,
         ),

@@ -10,6 +10,7 @@ from planner.errors import ForwardFailed
 from planner.request import SamplingParams
 from planner.step import Chunk, ChunkOutput
 from worker.attention import Span
+from worker.config import EngineConfig
 from worker.cuda_outcomes import Drawn, StepRun
 from worker.decode_state import DecodeState, Moment, PendingTokens, SlotEntry
 from worker.prefill_plan import plan_prefill
@@ -101,6 +102,18 @@ def test_tables_of_a_prefill_start_where_every_kernel_wants_them(lengths: list[i
         assert table.storage_offset() % 4 == 0
     assert plan.cells.tolist() == [cell for span in spans for cell in span.cells.tolist()]
     assert plan.positions.tolist() == [3 + i for length in lengths for i in range(length)]
+
+
+def test_ladder_of_widths_has_what_lies_halfway_where_an_idle_row_costs_time() -> None:
+    config = EngineConfig(model="m", max_num_seqs=200)
+    assert config.decode_widths == (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 200)
+    assert EngineConfig(model="m", max_num_seqs=1).decode_widths == (1,)
+
+
+def test_step_holds_a_full_prefill_and_twice_the_decodes_unless_told() -> None:
+    assert EngineConfig(model="m", max_num_seqs=8).batched_tokens(8192) == 8192
+    assert EngineConfig(model="m", max_num_seqs=300).batched_tokens(512) == 600
+    assert EngineConfig(model="m", max_num_seqs=8, max_num_batched_tokens=99).batched_tokens(8192) == 99
 
 
 def test_outcomes_are_in_the_order_of_chunks_whatever_forward_drew_them() -> None:

@@ -232,3 +232,47 @@ def _assert_close(ours: Sequence[TokenLogprobs], theirs: Sequence[TokenLogprobs]
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [token for token, _ in mine.top] == [token for token, _ in other.top]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a load needs a GPU")
+def test_random_load_leaves_no_cell_no_slot_and_no_memory_behind(model: Model) -> None:
+    """Requests of every kind come, end and are cancelled, in a pool that is too small for them."""
+    draw = random.Random(9)
+    executor = cuda_executor(model, num_cells=300, widths=(1, 2, 4, 8))
+    rig = Rig(executor, depth=2)
+    live: list[int] = []
+    sizes: list[int] = []
+    for turn in range(LOAD_TURNS):
+        if len(live) < 24 and draw.random() < 0.3:
+            live.append(rig.planner.submit(_random_request(draw)))
+        if live and draw.random() < 0.05:
+            rig.planner.cancel(live.pop(draw.randrange(len(live))))
+        ended = {update.request_id for update in rig.turn() if update.finish_reason is not None}
+        live = [request_id for request_id in live if request_id not in ended]
+        if turn % 200 == 0:
+            sizes.append(torch.cuda.memory_allocated())
+    while rig.planner.has_work:
+        rig.turn()
+    state = rig.planner.snapshot()
+    assert state.owned_cells == 0
+    assert state.free_cells + state.cached_cells == state.capacity
+    assert rig.planner.metrics.num_preemptions > 0
+    assert max(sizes[5:]) - min(sizes[5:]) < 8 << 20
+    again = [request(prompt) for prompt in prompts(model, (5, 17))]
+    assert rig.answer(again) == Rig(torch_executor(model)).answer(again)
+
+
+LOAD_TURNS = 4000
+
+
+def _random_request(draw: random.Random) -> Request:
+    sampling = draw.choice(
+        [
+            GREEDY,
+            SamplingParams(seed=draw.getrandbits(64), top_k=draw.randint(0, 9)),
+            SamplingParams(temperature=0.0, logprobs=2),
+            SamplingParams(presence_penalty=1.0, seed=1),
+        ]
+    )
+    prompt = [draw.randrange(200) for _ in range(draw.choice((1, 2, 9, 40, 90)))]
+    return request(prompt, draw.randint(1, 30), sampling, n=draw.choice((1, 1, 1, 3)))

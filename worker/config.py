@@ -12,6 +12,10 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 
+# Widest prefill unless told: a GPU needs thousands of rows to be busy for longer than launching a forward takes.
+CPU_PREFILL_TOKENS = 512
+GPU_PREFILL_TOKENS = 8192
+
 
 class EngineConfig(BaseModel):
     """Settings of one engine. None means: derived from the model and the machine when the executor is made.
@@ -28,7 +32,7 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(default=None, ge=1)
     max_cells: int | None = Field(default=None, ge=1)
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    max_prefill_tokens: int = Field(default=512, ge=2)
+    max_prefill_tokens: int | None = Field(default=None, ge=2)
     min_prefill_tokens: int = Field(default=2, ge=2)
     max_num_seqs: int = Field(default=128, ge=1)
     max_num_batched_tokens: int | None = Field(default=None, ge=2)
@@ -41,23 +45,22 @@ class EngineConfig(BaseModel):
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
         """Raises `InvalidConfiguration`, so that a contradiction is told before anything is loaded."""
-        w, m = self.max_prefill_tokens, self.min_prefill_tokens
+        w, m = self.max_prefill_tokens or CPU_PREFILL_TOKENS, self.min_prefill_tokens
         if m > w:
             raise InvalidConfiguration(
                 f"min_prefill_tokens must lie in [2, max_prefill_tokens = {w}], not {m}", param="min_prefill_tokens"
             )
-        if self.batched_tokens <= self.max_num_seqs:
+        if self.batched_tokens(w) <= self.max_num_seqs:
             raise InvalidConfiguration(
-                f"max_num_batched_tokens ({self.batched_tokens}) must exceed max_num_seqs ({self.max_num_seqs}), "
+                f"max_num_batched_tokens ({self.batched_tokens(w)}) must exceed max_num_seqs ({self.max_num_seqs}), "
                 "else decodes could starve prefills for ever",
                 param="max_num_batched_tokens",
             )
         return self
 
-    @property
-    def batched_tokens(self) -> int:
+    def batched_tokens(self, max_prefill_tokens: int) -> int:
         """Tokens of one step: given, or a full prefill, but no fewer than twice the decodes that may run."""
-        return self.max_num_batched_tokens or max(self.max_prefill_tokens, 2 * self.max_num_seqs)
+        return self.max_num_batched_tokens or max(max_prefill_tokens, 2 * self.max_num_seqs)
 
     @property
     def decode_widths(self) -> tuple[int, ...]:

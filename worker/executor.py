@@ -72,7 +72,7 @@ def limits_for(config: EngineConfig, info: ProgramInfo, max_steps_in_flight: int
         min_prefill_tokens=info.min_prefill_tokens,
         widths=info.widths,
         max_num_seqs=config.max_num_seqs,
-        max_batched_tokens=config.batched_tokens,
+        max_batched_tokens=config.batched_tokens(info.max_prefill_tokens),
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         max_waiting=config.max_waiting,
         max_steps_in_flight=max_steps_in_flight,

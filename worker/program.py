@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, UnsupportedModel
-from worker.config import EngineConfig
+from worker.config import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, EngineConfig
 from worker.executor import Executor, ProgramInfo
 from worker.kv_pool import KvPool, bytes_per_cell
 from worker.models.config import ModelConfig, read_config
@@ -62,7 +62,8 @@ def load_program(config: EngineConfig) -> Program:
         architecture=model.architecture,
         vocab_size=model.vocab_size,
         context=context,
-        max_prefill_tokens=config.max_prefill_tokens,
+        max_prefill_tokens=config.max_prefill_tokens
+        or (GPU_PREFILL_TOKENS if device.type == "cuda" else CPU_PREFILL_TOKENS),
         min_prefill_tokens=config.min_prefill_tokens,
         widths=config.decode_widths,
         num_cells=config.max_cells or _default_cells(context, cell_bytes, device),
