@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cluster.answer import Answer
 from cluster.generation import RemoteGeneration
+from cluster.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Activity:
 
     num_requests: int
     num_generations: int
+    num_runs: int
     num_answers: int
     tasks: dict[str, int]
 
@@ -32,6 +34,7 @@ def activity(num_requests: int) -> Activity:
     return Activity(
         num_requests=num_requests,
         num_generations=kinds[RemoteGeneration],
+        num_runs=kinds[Run],
         num_answers=kinds[Answer],
         tasks=dict(names),
     )

@@ -36,8 +36,11 @@ from protos.openai import (
 B = TypeVar("B")
 
 
-def create_app(maker: AnswerMaker) -> FastAPI:
-    """The application. Make it inside the running process: it keeps state that belongs to one event loop."""
+def create_app(maker: AnswerMaker, *, tells_request_id: bool = True) -> FastAPI:
+    """The application. Make it inside the running process: it keeps state that belongs to one event loop.
+
+    `tells_request_id`: False where the server around it adds the header to answers itself, as Ray Serve does.
+    """
     settings = maker.service.settings
     app = FastAPI(
         title="Raycomb",
@@ -47,7 +50,9 @@ def create_app(maker: AnswerMaker) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
     )
-    app.add_middleware(Guard, keys=ApiKeys(settings.api_keys), open_paths=settings.open_paths)
+    app.add_middleware(
+        Guard, keys=ApiKeys(settings.api_keys), open_paths=settings.open_paths, tells_id=tells_request_id
+    )
     app.add_middleware(
         CORSMiddleware,
         allow_origins=settings.cors_origins,

@@ -18,12 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """Outermost but for CORS."""
+    """Outermost but for CORS. `tells_id`: whether answers get the request id from here."""
 
-    def __init__(self, app: ASGIApp, *, keys: ApiKeys, open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys, open_paths: frozenset[str], tells_id: bool) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
+        self._tells_id = tells_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,7 +38,8 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)[REQUEST_ID] = own_id
+                if self._tells_id:
+                    MutableHeaders(scope=message)[REQUEST_ID] = own_id
             await send(message)
 
         try:

@@ -8,7 +8,11 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from cluster.answer_maker import AnswerMaker, Service
+from cluster.api_settings import ApiSettings
+from cluster.http_api import create_app
 from planner.request import Request
+from tests.fake_fleet import FakeFleet
 from tests.http_desk import (
     CHAT,
     MODEL,
@@ -17,6 +21,7 @@ from tests.http_desk import (
     VOCAB,
     desk,
     refusal,
+    says,
 )
 from tests.tiny_text import tiny_text
 
@@ -106,6 +111,13 @@ async def test_a_request_id_is_echoed_or_made() -> None:
     assert nowhere.headers["x-request-id"] == "mine-2"
     assert made[0].headers["x-request-id"] != made[1].headers["x-request-id"]
     assert len(odd.headers["x-request-id"]) == 32
+
+
+async def test_a_server_around_the_application_may_tell_the_request_id_alone() -> None:
+    app = create_app(AnswerMaker(Service(FakeFleet(MODEL, says("x")), TEXT, ApiSettings())), tells_request_id=False)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as http:
+        for path in ("/v1/models", "/nowhere"):
+            assert "x-request-id" not in (await http.get(path)).headers
 
 
 async def test_unknown_paths_and_methods_answer_in_json() -> None:

@@ -1,0 +1,117 @@
+"""The real service as somebody meets it who has just read the README: its commands, its first words, its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.service_process import ServiceProcess, running_service, tiny_checkpoint, wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(290)]
+
+README = Path(__file__).parent.parent / "README.md"
+DOCUMENTED_URL = "http://127.0.0.1:8000"
+
+
+def blocks_of_readme(language: str, containing: str) -> list[str]:
+    blocks = re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
+    found = [block for block in blocks if containing in block]
+    assert found, f"the README has no {language} block with {containing}"
+    return found
+
+
+def shell(script: str, **variables: str) -> str:
+    done = subprocess.run(
+        ["bash", "-c", script], env=os.environ | variables, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_curl_of_the_readme_streams_an_answer(smollm2_service: ServiceProcess, api_key: str) -> None:
+    for block in blocks_of_readme("console", "curl "):
+        script = block.replace(DOCUMENTED_URL, smollm2_service.url)
+        told = shell(script.replace("curl ", f'curl --noproxy "*" -sS -H "authorization: Bearer {api_key}" ', 1))
+        assert told.startswith("data: {")
+        assert told.endswith("data: [DONE]\n\n")
+        assert '"error"' not in told
+
+
+def test_the_python_of_the_readme_gets_an_answer(smollm2_service: ServiceProcess, api_key: str) -> None:
+    (block,) = blocks_of_readme("python", "OpenAI(")
+    program = block.replace(DOCUMENTED_URL, smollm2_service.url).replace("unused", api_key)
+    program += "\nassert answer.choices[0].text and answer.usage.completion_tokens == 8\n"
+    environment = os.environ | {"NO_PROXY": "*"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_that_the_service_prints_works_as_printed(smollm2_service: ServiceProcess, api_key: str) -> None:
+    (printed,) = re.findall(r"^  (curl .*\n.*)$", "".join(smollm2_service.output), re.MULTILINE)
+    answer = shell(f"{printed} -sS --noproxy '*'", KEY=api_key)
+    assert '"role":"assistant"' in answer
+    assert '"finish_reason":"' in answer
+
+
+async def test_the_first_words_come_long_before_the_last(smollm2_service: ServiceProcess, api_key: str) -> None:
+    body = {"model": "smollm2-135m", "prompt": "Once", "max_tokens": 24, "ignore_eos": True, "stream": True}
+    headers = {"authorization": f"Bearer {api_key}", "x-request-id": "mine-1"}
+    asked_at = time.monotonic()
+    async with (
+        httpx.AsyncClient(base_url=smollm2_service.url, timeout=120, trust_env=False) as client,
+        client.stream("POST", "/v1/completions", json=body, headers=headers) as response,
+    ):
+        assert response.headers.get_list("x-request-id") == ["mine-1"]
+        assert response.headers["cache-control"] == "no-cache"
+        arrivals = [time.monotonic() async for line in response.aiter_lines() if line.startswith("data: {")]
+    assert len(arrivals) > 5, "words come as they are made"
+    assert arrivals[-1] - arrivals[0] > (arrivals[-1] - asked_at) / 4, "and are not kept back"
+
+
+async def test_only_the_doors_that_need_no_key_open_without_one(smollm2_service: ServiceProcess) -> None:
+    async with httpx.AsyncClient(base_url=smollm2_service.url, timeout=60, trust_env=False) as client:
+        for path in ("/health", "/ready", "/version"):
+            assert (await client.get(path)).status_code == 200
+        for path in (
+            "/v1/models",
+            "/v1/models/smollm2-135m",
+            "//v1/models",
+            "/v1/../v1/models",
+            "/health/../v1/models",
+        ):
+            assert (await client.get(path)).status_code == 401, path
+        refused = await client.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 401
+        assert refused.json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize("words", ["starting Ray", "loading "])
+def test_ctrl_c_before_it_is_ready_ends_the_service_and_leaves_nothing(tmp_path: Path, words: str) -> None:
+    folder = tiny_checkpoint(tmp_path)
+    arguments = [str(folder), "--device", "cpu", "--host", "127.0.0.1", "--executor", "tests.served_fake:make_executor"]
+    with running_service(*arguments) as process:
+        process.wait_for_line(words, 60)
+        process.signal(signal.SIGINT)
+        assert process.wait(90) == 130
+        wait_until(lambda: not process.processes(), 10, "every process has ended")
+        assert not any("Traceback" in line for line in process.output), "".join(process.output)
+
+
+def test_weights_that_are_cut_off_end_the_command_with_one_line(smollm2_path: Path, tmp_path: Path) -> None:
+    with smollm2_path.open("rb") as whole:
+        (tmp_path / "cut.gguf").write_bytes(whole.read(50_000_000))
+    with running_service(str(tmp_path / "cut.gguf"), "--device", "cpu", "--host", "127.0.0.1") as process:
+        assert process.wait(180) == 2
+        wait_until(lambda: not process.processes(), 10, "every process has ended")
+        assert process.output[-1].startswith("raycomb: error: cut.gguf is not a readable GGUF file")
+        assert not any("Traceback" in line for line in process.output)
