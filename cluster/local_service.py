@@ -11,17 +11,21 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application, RunTarget
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
 from cluster.app import build_application, with_device_decided
 from cluster.ask import ask, is_ready
 from cluster.config import ServiceConfig
 from cluster.deploy_errors import setup_error_in
+from cluster.grpc_front import SERVICER_FUNCTION
+from cluster.grpc_probe import is_serving
 from cluster.stop_signals import StopSignals
 from planner.errors import SetupError
 
@@ -30,6 +34,9 @@ OBJECT_STORE_BYTES = 80 * 2**20
 """Nothing of ours goes through Ray's object store; this is about the least that Ray takes."""
 POLL_S = 0.25
 SHUTDOWN_MARGIN_S = 10.0
+DRAIN_NOTICE_S = 2.0
+
+logger = logging.getLogger(__name__)
 
 
 def report(line: str) -> None:
@@ -40,18 +47,27 @@ def report(line: str) -> None:
 class LocalService:
     """One run of `raycomb serve`, on the main thread. It only ever waits in turns, so that a signal is seen at once."""
 
-    def __init__(self, config: ServiceConfig, *, host: str, port: int) -> None:
+    def __init__(self, config: ServiceConfig, *, host: str, port: int, grpc_port: int | None) -> None:
         self._config = config
         self._host = host
         self._port = port
+        self._grpc_port = grpc_port
         self._joins_cluster = bool(os.environ.get("RAY_ADDRESS"))
         self._signals = StopSignals()
 
     @property
     def url(self) -> str:
         """Where this machine reaches the service."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._host, self._host)
-        return f"http://{host}:{self._port}"
+        return f"http://{self._near_host}:{self._port}"
+
+    @property
+    def _near_host(self) -> str:
+        return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._host, self._host)
+
+    @property
+    def grpc_target(self) -> str | None:
+        """Where this machine reaches the service by gRPC, if it does."""
+        return None if self._grpc_port is None else f"{self._near_host}:{self._grpc_port}"
 
     def run(self, question: str | None) -> int:
         """Serve until a signal comes, or only until `question` is answered; the exit code.
@@ -110,6 +126,7 @@ class LocalService:
         try:
             serve.start(
                 http_options={"host": self._host, "port": self._port},
+                grpc_options=self._grpc_options(),
                 logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
             )
         except (RayError, RuntimeError, TimeoutError) as error:  # what a front raised that did not come up
@@ -120,10 +137,23 @@ class LocalService:
             yield
         finally:
             report("shutting down")
+            self._drain()
             serve.delete(APP_NAME, _blocking=False)
             deadline = time.monotonic() + self._config.drain_timeout_s + SHUTDOWN_MARGIN_S
             while APP_NAME in serve.status().applications and time.monotonic() < deadline:
                 time.sleep(POLL_S)
+
+    def _grpc_options(self) -> dict[str, Any] | None:
+        if self._grpc_port is None:
+            return None
+        return {"port": self._grpc_port, "grpc_servicer_functions": [SERVICER_FUNCTION]}
+
+    def _drain(self) -> None:
+        """Let gateways say that they are about to go, before anything of them goes."""
+        try:
+            serve.get_deployment_handle("Gateway", APP_NAME).broadcast("drain").results(timeout_s=DRAIN_NOTICE_S)
+        except (KeyError, RayError, RayServeException, TimeoutError) as error:  # who is not there says nothing
+            logger.debug("not every gateway could say that it drains: %s", error)
 
     def _wait_until_ready(self, config: ServiceConfig) -> bool:
         """Tell of progress until a client would be served; False if a signal came first.
@@ -141,14 +171,19 @@ class LocalService:
             if line != last_line:
                 report(f"{line} ({time.monotonic() - started_at:.0f} s)")
                 last_line = line
-            if overview.status == "RUNNING" and is_ready(self.url):
+            if overview.status == "RUNNING" and self._answers():
                 return True
         return False
 
+    def _answers(self) -> bool:
+        return is_ready(self.url) and (self.grpc_target is None or is_serving(self.grpc_target))
+
     def _greet(self, config: ServiceConfig) -> None:
-        report(f"ready at {self.url} (Ctrl-C ends it)")
+        grpc = "" if self.grpc_target is None else f" and by gRPC at {self.grpc_target}"
+        report(f"ready at {self.url}{grpc} (Ctrl-C ends it)")
         key = ' -H "Authorization: Bearer $KEY"' if config.http.api_keys else ""
-        body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+        messages = '[{"role": "user", "content": "Hello"}]'
+        body = f'{{"model": "{config.model_name}", "max_tokens": 64, "messages": {messages}}}'
         print(f"\n  curl {self.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n")
 
 

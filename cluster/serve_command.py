@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.checkpoints import name_on_every_node, resolve
 from cluster.config import ServiceConfig, service_config
 from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
-from cluster.front import Front, check_port, choose_front, front_environment
+from cluster.front import DEFAULT_GRPC_PORT, Front, check_port, choose_front, choose_grpc_port, front_environment
 from cluster.gguf_metadata import read_gguf_metadata
 from cluster.text import load_text
 from planner.errors import InvalidConfiguration
@@ -19,11 +19,16 @@ from worker.models.config import check_gguf_architecture, read_config
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """What `raycomb serve` shall do. `ask`: put this question to the service once it is ready, then shut down."""
+    """What `raycomb serve` shall do.
+
+    * `grpc_port`: None: no gRPC.
+    * `ask`: put this question to the service once it is ready, then shut down.
+    """
 
     service: ServiceConfig
     host: str
     port: int
+    grpc_port: int | None
     front: Front
     ask: str | None
 
@@ -37,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-gateways", type=int, default=1, help="processes that speak HTTP (default: 1)")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument(
+        "--grpc-port",
+        type=lambda text: 0 if text == "0" else port_number(text),
+        metavar="PORT",
+        help=f"port to listen on for gRPC; 0: none (default: {DEFAULT_GRPC_PORT} if nothing has it)",
+    )
     parser.add_argument(
         "--front",
         type=Front,
@@ -65,7 +76,7 @@ def execute(args: argparse.Namespace) -> int:
             os.environ.update(variables)
         from cluster.local_service import LocalService  # imports Ray, which reads the environment at import
 
-        return LocalService(plan.service, host=plan.host, port=plan.port).run(plan.ask)
+        return LocalService(plan.service, host=plan.host, port=plan.port, grpc_port=plan.grpc_port).run(plan.ask)
 
 
 def make_plan(args: argparse.Namespace) -> ServePlan:
@@ -74,21 +85,22 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         raise InvalidConfiguration("which model? give its name after `serve`, or `model:` in --config", param="model")
     engine = engine_config(args.model, given_engine_settings(args))
     check_port(args.host, args.port)
+    front = choose_front(args.front)
+    grpc_port = choose_grpc_port(args.grpc_port, front, args.host)
     path = resolve(args.model, report)
     load_text(path)  # what a gateway would refuse is refused here, and so is a model that no worker runs
     if args.executor is None:
         _check_architecture(path)
-    names = args.served_model_name or [Path(args.model.rstrip("/")).name.removesuffix(".gguf")]
     settings = {
         "engine": engine.model_copy(update={"model": name_on_every_node(args.model)}),
-        "http": {"served_model_names": names, "api_keys": args.api_key or ()},
+        "http": {"served_model_names": args.served_model_name or (), "api_keys": args.api_key or ()},
         "num_workers": args.num_workers,
         "num_gateways": args.num_gateways,
     }
     for name in ("data_plane_host", "drain_timeout_s", "executor"):
         if (value := getattr(args, name)) is not None:
             settings[name] = value
-    return ServePlan(service_config(settings), args.host, args.port, choose_front(args.front), args.ask)
+    return ServePlan(service_config(settings), args.host, args.port, grpc_port, front, args.ask)
 
 
 def _check_architecture(path: Path) -> None:

@@ -39,13 +39,14 @@ class ServiceProcess:
 
     def __init__(self, *arguments: str) -> None:
         self.mark = uuid.uuid4().hex
-        (self.port,) = free_ports(1)
+        self.port, self.grpc_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYCOMB_"))}
         self._ray_folder = tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True)
         environment |= {MARK: self.mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         environment["RAY_TMPDIR"] = self._ray_folder.name  # no other cluster of this machine finds ours by default
         command = [sys.executable, "-m", "cluster.cli", "serve", *arguments, "--port", str(self.port)]
+        command += ["--grpc-port", str(self.grpc_port)]
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

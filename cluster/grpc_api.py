@@ -1,0 +1,122 @@
+"""The gRPC service for clients, over the same road as the HTTP endpoints. Knows nothing of Ray.
+
+A failure ends a stream with an empty message, since Serve's proxy passes a status and trailers on only together with
+one; `cluster.grpc_front` drops it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from cluster.answer import Answer
+from cluster.answer_maker import AnswerMaker
+from cluster.choice import Piece
+from cluster.grpc_bodies import detokenize_body, generation_body, tokenize_body
+from cluster.grpc_status import Call, CallStatus, metadata_values
+from cluster.grpc_voice import GrpcVoice
+from cluster.headers import DEADLINE, ApiKeys, deadline_s
+from planner.errors import BodyTooLarge
+from protos import inference_pb2 as pb
+from protos.openai import CompletionBody
+
+M = TypeVar("M", bound=Message)
+B = TypeVar("B")
+
+
+class GrpcApi:
+    """One method an RPC. Owner: a gateway; lives on its event loop.
+
+    Every method tells its failures through `call` and then returns, or ends with, an empty message.
+    """
+
+    def __init__(self, maker: AnswerMaker) -> None:
+        self._maker = maker
+        self._settings = maker.service.settings
+        self._keys = ApiKeys(self._settings.api_keys)
+
+    async def generate(self, request: pb.GenerateRequest, call: Call) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Ending the iteration, by `aclose` or by cancelling its task, ends what runs on the workers."""
+        with CallStatus(call) as status:
+            ends_at = self._admit(request, call)
+            async with asyncio.timeout_at(ends_at):
+                answer = await self._answer(request)
+            try:
+                voice = GrpcVoice(self._maker.service.text.tokens)
+                pieces = answer.start()
+                while not answer.finished:
+                    pieces += await self._news(answer, ends_at)
+                    message = voice.message(pieces, answer.counts(), last=answer.finished)
+                    pieces = []
+                    if message is not None:
+                        yield message
+            finally:
+                await answer.close()
+        if status.failed:
+            yield pb.GenerateResponse()
+
+    async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
+        async def work() -> pb.TokenizeResponse:
+            body = await self._body(request, tokenize_body)
+            model, _ = self._maker.model(body.model)
+            return pb.TokenizeResponse(token_ids=await self._maker.token_ids(body), context=model.context)
+
+        return await self._unary(request, call, work, pb.TokenizeResponse())
+
+    async def detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        async def work() -> pb.DetokenizeResponse:
+            return pb.DetokenizeResponse(text=await self._maker.decoded(await self._body(request, detokenize_body)))
+
+        return await self._unary(request, call, work, pb.DetokenizeResponse())
+
+    async def list_models(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
+        async def work() -> pb.ListModelsResponse:
+            model = self._maker.served()
+            names = self._maker.names()
+            cards = [pb.Model(name=name, created=model.created, context=model.context) for name in names]
+            return pb.ListModelsResponse(models=cards)
+
+        return await self._unary(request, call, work, pb.ListModelsResponse())
+
+    async def _unary(self, request: Message, call: Call, work: Callable[[], Awaitable[M]], empty: M) -> M:
+        with CallStatus(call):
+            async with asyncio.timeout_at(self._admit(request, call)):
+                return await work()
+        return empty
+
+    def _admit(self, request: Message, call: Call) -> float | None:
+        """When the call must be over, in the event loop's time. Raises `RequestRefused`."""
+        metadata = list(call.invocation_metadata())
+        self._keys.check("".join(metadata_values(metadata, "authorization")[:1]))
+        size = request.ByteSize()
+        if size > self._settings.max_body_bytes:
+            raise BodyTooLarge(f"the request has {size} bytes; at most {self._settings.max_body_bytes} are read")
+        given = [deadline_s(value) for value in metadata_values(metadata, DEADLINE)]
+        least = min((seconds for seconds in given if seconds is not None), default=None)
+        return None if least is None else asyncio.get_running_loop().time() + least
+
+    async def _body(self, request: M, made: Callable[[M], B]) -> B:
+        return await self._maker.threads.run(request.ByteSize() // 16, lambda: made(request))
+
+    async def _answer(self, request: pb.GenerateRequest) -> Answer:
+        body = await self._body(request, generation_body)
+        making = self._maker.completion(body) if isinstance(body, CompletionBody) else self._maker.chat(body)
+        answer, _ = await making
+        return answer
+
+    async def _news(self, answer: Answer, ends_at: float | None) -> list[Piece]:
+        """The next pieces. Raises `TimeoutError` where none came in time.
+
+        The time is watched here and not around the stream, which is suspended in whoever reads it.
+        """
+        while True:
+            patience_s = self._settings.keepalive_s
+            if ends_at is not None:
+                patience_s = min(patience_s, ends_at - asyncio.get_running_loop().time())
+                if patience_s <= 0:
+                    raise TimeoutError
+            if pieces := await answer.next(patience_s):
+                return pieces

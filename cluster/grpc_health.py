@@ -1,0 +1,62 @@
+"""grpc.health.v1.Health over a fleet: whether a request would be served now. Asked without a key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health_pb2 as pb
+
+from cluster.fleet import Fleet
+from cluster.grpc_status import Call
+from protos import inference_pb2
+
+SERVING: Final = pb.HealthCheckResponse.SERVING
+NOT_SERVING: Final = pb.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN: Final = pb.HealthCheckResponse.SERVICE_UNKNOWN
+
+SERVICES: Final = ("", inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name)
+LOOK_S: Final = 0.1
+
+
+class Health:
+    """Owner: a gateway; lives on its event loop."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.draining = False
+
+    def drain(self) -> None:
+        """From now on nothing is served; watches say so and end, so that nobody waits for them."""
+        self.draining = True
+
+    async def check(self, request: pb.HealthCheckRequest, call: Call) -> pb.HealthCheckResponse:
+        status = self._status(request.service)
+        if status == SERVICE_UNKNOWN:
+            call.set_code(grpc.StatusCode.NOT_FOUND)
+            call.set_details("there is no such service here")
+        return pb.HealthCheckResponse(status=status)
+
+    async def watch(self, request: pb.HealthCheckRequest) -> AsyncGenerator[pb.HealthCheckResponse, None]:
+        """The status now and at each change. A fleet tells its state and not its changes, so it is looked at."""
+        told = None
+        while True:
+            status = self._status(request.service)
+            if status != told:
+                yield pb.HealthCheckResponse(status=status)
+                told = status
+            if self.draining:
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def list(self) -> pb.HealthListResponse:
+        return pb.HealthListResponse(
+            statuses={service: pb.HealthCheckResponse(status=self._status(service)) for service in SERVICES}
+        )
+
+    def _status(self, service: str) -> pb.HealthCheckResponse.ServingStatus:
+        if service not in SERVICES:
+            return SERVICE_UNKNOWN
+        return SERVING if self._fleet.ready and not self.draining else NOT_SERVING
