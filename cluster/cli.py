@@ -1,4 +1,4 @@
-"""The `raycomb` command: `serve` a model, `run` prompts offline, `bench` either.
+"""The `raycomb` command: `serve` a model, `run` prompts offline, `bench` either, ask the `doctor`.
 
 Each subcommand is a module with `add_arguments(parser)` and `execute(args) -> exit code`. Exit code 2 and one line on
 stderr mean that something was asked for that cannot be.
@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": ("cluster.serve_command", "serve a model over HTTP, on many workers"),
     "run": ("cluster.run_command", "run prompts from a file through an engine in this process"),
     "bench": ("cluster.bench_command", "measure an engine or a server"),
+    "doctor": ("cluster.doctor_command", "check this machine, or every node of RAY_ADDRESS's cluster"),
 }
 EXIT_CODE_OF_SETUP_ERRORS = 2
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser(tokens: Sequence[str]) -> Parser:
     """The parser of all commands; only the one that `tokens` ask for is imported."""
     parser = Parser(prog="raycomb", description="Batched language-model serving on many GPUs.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{serve,run,bench}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{serve,run,bench,doctor}")
     for name, (module_name, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         if name in tokens[:1]:

