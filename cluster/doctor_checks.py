@@ -41,7 +41,7 @@ def findings(
     if not known:
         return found
     found += [_same(known, name) for name in next(iter(known.values())).versions]
-    found += [_python(known), _front(known), _gpus(known, num_gpus), _ports(known)]
+    found += [_oldest_python(known), _front(known), _gpus(known, num_gpus), _ports(known)]
     if model is not None:
         found.append(_model(known, model))
     return found
@@ -69,7 +69,7 @@ def _same(known: Mapping[str, NodeFacts], name: str) -> Finding:
     return Finding(name, f"{next(iter(by_version))} everywhere")
 
 
-def _python(known: Mapping[str, NodeFacts]) -> Finding:
+def _oldest_python(known: Mapping[str, NodeFacts]) -> Finding:
     old = [
         address
         for address, facts in known.items()
@@ -77,8 +77,8 @@ def _python(known: Mapping[str, NodeFacts]) -> Finding:
     ]
     needed = ".".join(map(str, OLDEST_PYTHON))
     if old:
-        return Finding("python", f"too old on {_names(old)}", f"install Python {needed} or newer there")
-    return Finding("python", f"at least {needed} everywhere")
+        return Finding("python age", f"too old on {_names(old)}", f"install Python {needed} or newer there")
+    return Finding("python age", f"at least {needed} everywhere")
 
 
 def _front(known: Mapping[str, NodeFacts]) -> Finding:

