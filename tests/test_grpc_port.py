@@ -35,9 +35,7 @@ def test_zero_is_no_grpc_and_a_free_port_is_taken_as_asked(front: Front) -> None
 
 @pytest.mark.parametrize("front", [Front.HAPROXY, Front.PYTHON])
 def test_a_taken_port_that_was_asked_for_is_refused(front: Front, taken_port: int) -> None:
-    with pytest.raises(
-        InvalidConfiguration, match=f":{taken_port}: .*choose another --grpc-port"
-    ):
+    with pytest.raises(InvalidConfiguration, match=f":{taken_port}: .*choose another --grpc-port"):
         choose_grpc_port(taken_port, front, "127.0.0.1")
 
 
