@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2_grpc
 
 from cluster.answer_maker import AnswerMaker, Service
@@ -77,6 +78,12 @@ def endings(messages: list[pb.GenerateResponse]) -> dict[int, list[str]]:
             if choice.finish_reason:
                 told[choice.index].append(pb.FinishReason.Name(choice.finish_reason))
     return told
+
+
+async def failure(client: GrpcDesk, metadata: Any = (), **fields: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.generate(metadata, **fields)
+    return caught.value
 
 
 def trailer(error: grpc.aio.AioRpcError, key: str) -> str | None:
