@@ -211,6 +211,10 @@ def test_a_stream_that_is_closed_early_frees_its_cells(client: openai.OpenAI, sm
     for n in (1, 3):
         stream = complete(client, n=n, max_tokens=2000, extra_body={"ignore_eos": True}, stream=True)
         next(iter(stream))
+        state = smollm2_state.ask()
+        assert [gateway["num_requests"] for gateway in state["gateways"]] == [1], "what runs is seen"
+        assert max(worker["num_running"] for worker in state["workers"]) >= 1
+        assert max(worker["owned_cells"] for worker in state["workers"]) >= 1
         stream.close()
     assert_idle(smollm2_state)
 
