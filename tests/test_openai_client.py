@@ -38,7 +38,8 @@ async def async_client(smollm2_service: ServiceProcess, api_key: str) -> AsyncIt
 
 
 def complete(client: openai.OpenAI, **changes: Any) -> Any:
-    return client.completions.create(**({"model": MODEL, "prompt": COUNT, "max_tokens": 8, "temperature": 0} | changes))
+    asked: Any = {"model": MODEL, "prompt": COUNT, "max_tokens": 8, "temperature": 0, **changes}
+    return client.completions.create(**asked)
 
 
 def test_a_greedy_answer_names_paris(client: openai.OpenAI) -> None:
@@ -119,7 +120,7 @@ def test_streamed_log_probabilities_are_those_of_the_whole_answer(client: openai
     asked: Any = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 5, "logprobs": True}
     whole = client.chat.completions.create(**asked, top_logprobs=2).choices[0].logprobs
     assert whole is not None
-    streamed = []
+    streamed: list[Any] = []
     for chunk in client.chat.completions.create(**asked, top_logprobs=2, stream=True):
         scores = chunk.choices[0].logprobs
         streamed += (scores.content or []) if scores is not None else []
