@@ -1,39 +1,60 @@
 """Which worker takes a request: a pure function of the request's need and of what is known of the workers.
 
 The model of time is deliberately coarse, in tokens: a worker's steps carry one token of each running sequence beside
-the prefill, so a request's first token comes after the prefill tokens queued before it, its own prompt, and the
-decodes that share those steps. Not for following workers over time: `cluster.router` owns that.
+the prefill, so a request's first token comes after the prefill tokens queued before it, what of its own prompt is not
+resident there, and the decodes that share those steps. Not for following workers over time: `cluster.router` owns that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from planner.errors import QueueFull, Unavailable
 
 MAX_RETRY_AFTER_S = 30.0
 
+HOT_RATIO = 1.25
+HOT_SEQUENCES = 4
+HOT_STEPS = 4
+"""A worker is hot with more than so many times the mean of sequences and so many beyond that, or with more queued
+prefill than that ratio and so many full steps: what it has cached draws no more requests to it. It still takes those
+for which it is the best anyway, and the others keep what they attract."""
+
+RECOMPUTED_WEIGHT = 2
+"""A prompt's token that is not resident counts so often: it keeps its own request waiting, and then those behind it.
+Else a burst of one prefix would scatter, since a second copy is as soon computed as the first is waited for."""
+
+_GENERATION = 2**40
+"""More than any number of tokens: generations of running sequences are compared first."""
+
+Int64Array = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a request asks of a worker before its first token can come."""
+    """What a request asks of a worker before its first token can come. `blocks` are the names of its prompt's blocks,
+    as in `planner.blocks`."""
 
     prompt_tokens: int
     num_sequences: int
+    blocks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A worker as one gateway knows it: its last snapshot, with what was sent since added to it.
 
-    `free_cells` counts cells that no running sequence owns (free or cached). `max_prefill_tokens` is W.
+    `free_cells` counts cells that no running sequence owns (free or cached). `num_seats_wanted` counts sequences that
+    run or wait to, `num_waiting` requests that wait. `max_prefill_tokens` is W.
     """
 
-    worker_id: str
     accepts: bool
     free_cells: int
     num_running: int
+    num_seats_wanted: int
     num_waiting: int
     queued_prefill_tokens: int
     max_num_seqs: int
@@ -41,33 +62,75 @@ class Candidate:
     max_prefill_tokens: int
 
 
-def assign(need: Need, candidates: Iterable[Candidate]) -> str | Unavailable | QueueFull:
-    """The id of the worker whose first token is expected first, or the reason why no worker can take the request.
+class Candidates:
+    """Candidates by row, kept as columns so that a thousand are judged at once. Whoever sets rows knows which."""
 
-    Among equals the first candidate wins, so the caller's order decides ties and equal inputs give equal answers.
-    """
-    accepting = [candidate for candidate in candidates if candidate.accepts]
-    if not accepting:
+    def __init__(self) -> None:
+        self._table = np.zeros((len(Candidate._fields), 0), np.int64)
+
+    def __len__(self) -> int:
+        """Rows that there is room for, set or not."""
+        return self._table.shape[1]
+
+    def __setitem__(self, row: int, candidate: Candidate) -> None:
+        if row >= len(self):
+            grown = np.zeros((len(Candidate._fields), max(8, 2 * row)), np.int64)
+            grown[:, : len(self)] = self._table
+            self._table = grown
+        self._table[:, row] = candidate
+
+    def column(self, name: str) -> Int64Array:
+        """int64[rows], a view."""
+        column: Int64Array = self._table[Candidate._fields.index(name)]
+        return column
+
+
+def able(candidates: Candidates, rows: Int64Array) -> Int64Array | Unavailable | QueueFull:
+    """Those of int64[n] `rows` whose workers can take a request, in their order; or the reason why none can."""
+    accepting = rows[candidates.column("accepts")[rows] > 0]
+    if not len(accepting):
         return Unavailable("no worker takes requests now: all are starting, draining or gone")
-    with_room = [candidate for candidate in accepting if candidate.num_waiting < candidate.max_waiting]
-    if not with_room:
+    num_waiting = candidates.column("num_waiting")[accepting]
+    with_room = accepting[num_waiting < candidates.column("max_waiting")[accepting]]
+    if not len(with_room):
+        generations = num_waiting / candidates.column("max_num_seqs")[accepting]
         return QueueFull(
-            f"the queues of all {len(accepting)} workers are full", retry_after_s=min(map(_retry_after_s, accepting))
+            f"the queues of all {len(accepting)} workers are full", retry_after_s=_retry_after_s(generations.min())
         )
-    return min(with_room, key=lambda candidate: _expected_wait(need, candidate)).worker_id
+    return with_room
 
 
-def _expected_wait(need: Need, candidate: Candidate) -> tuple[int, int]:
-    """Generations of running sequences that must end first, and then the tokens before the first token."""
-    over = candidate.num_running + candidate.num_waiting + need.num_sequences - candidate.max_num_seqs
-    generations = max(0, -(-over // candidate.max_num_seqs))
-    if need.prompt_tokens > candidate.free_cells:
-        generations = max(1, generations)
-    prefill = candidate.queued_prefill_tokens + need.prompt_tokens
-    steps = -(-prefill // candidate.max_prefill_tokens)
-    return generations, prefill + steps * candidate.num_running
+def assign(need: Need, candidates: Candidates, rows: Int64Array, cached_tokens: Int64Array, turn: int = 0) -> int:
+    """The row, one of the `able` rows, of the worker whose first token is expected first.
+
+    `cached_tokens` int64[rows of candidates]: of the prompt, what is resident at each worker, or will be by the time
+    it runs there. Among equals `turn`, modulo their number, counts along `rows`: equal inputs give equal answers, and
+    who varies it spreads.
+    """
+    waits = _expected_waits(need, candidates, rows, cached_tokens[rows])
+    best = rows[waits == waits.min()]
+    return int(best[turn % len(best)])
 
 
-def _retry_after_s(candidate: Candidate) -> float:
+def _expected_waits(need: Need, candidates: Candidates, rows: Int64Array, cached_tokens: Int64Array) -> Int64Array:
+    """Generations of running sequences that must end first, and below them the tokens before the first token."""
+    column = {name: candidates.column(name)[rows] for name in Candidate._fields}
+    seats, queued, width = column["max_num_seqs"], column["queued_prefill_tokens"], column["max_prefill_tokens"]
+    over = column["num_seats_wanted"] + need.num_sequences - seats
+    generations = np.maximum(-(-over // seats), need.prompt_tokens > column["free_cells"]).clip(min=0)
+    hot = _far_above_mean(column["num_seats_wanted"], HOT_SEQUENCES) | _far_above_mean(queued, HOT_STEPS * width)
+    # A prompt's last token is always computed, since its logits are wanted.
+    uncached = np.maximum(1, need.prompt_tokens - np.where(hot, 0, cached_tokens))
+    decodes = -(-(queued + uncached) // width) * column["num_running"]
+    waits: Int64Array = generations * _GENERATION + queued + RECOMPUTED_WEIGHT * uncached + decodes
+    return waits
+
+
+def _far_above_mean(load: Int64Array, slack: int | Int64Array) -> npt.NDArray[np.bool_]:
+    far: npt.NDArray[np.bool_] = load > HOT_RATIO * load.mean() + slack
+    return far
+
+
+def _retry_after_s(generations: float) -> float:
     """A second for each generation of running sequences that must end before the queue has moved up once."""
-    return min(MAX_RETRY_AFTER_S, 1.0 + candidate.num_waiting / candidate.max_num_seqs)
+    return min(MAX_RETRY_AFTER_S, 1.0 + float(generations))

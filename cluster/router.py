@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import count
 
-from cluster.placement import Candidate, Need, assign
+import numpy as np
+import numpy.typing as npt
+
+from cluster.placement import Candidate, Candidates, Need, able, assign
+from cluster.residents import ResidentIndex
+from planner.blocks import BlockChanges, block_hashes
 from planner.errors import RaycombError
 from planner.limits import Snapshot
 from planner.request import Request
@@ -31,20 +37,41 @@ class WorkerInfo:
     max_num_seqs: int
 
 
+@dataclass(slots=True)
+class Predictions:
+    """Ever growing: prompt tokens of requests whose first token came, how many of those were expected to be found
+    resident, and how many were."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_predicted_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A request that the worker's snapshot may not count yet, and the snapshot's step when it was sent."""
+    """A request that the worker has not answered yet: the snapshot's step when it was sent, and what was expected."""
 
     step: int
     need: Need
+    num_cached: int
+    expected_blocks: tuple[int, ...]
+
+    @property
+    def num_to_prefill(self) -> int:
+        return max(1, self.need.prompt_tokens - self.num_cached)
 
 
 @dataclass(slots=True)
 class _View:
+    """`unseen` are those of `sent` that the snapshot may not count yet; by request id both."""
+
     info: WorkerInfo
+    row: int
     snapshot: Snapshot | None = None
     draining: bool = False
-    sent: dict[int, _Sent] = field(default_factory=dict)  # by request id
+    sent: dict[int, _Sent] = field(default_factory=dict)
+    unseen: dict[int, _Sent] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -59,17 +86,32 @@ class Router:
     """
 
     def __init__(self, *, max_waiting: int, offset: int = 0) -> None:
+        self.predictions = Predictions()
         self._max_waiting = max_waiting
         self._offset = offset
         self._views: dict[str, _View] = {}
+        self._by_row: dict[int, _View] = {}
+        self._rows = np.empty(0, np.int64)  # in the order of ids, which all gateways share
+        self._candidates = Candidates()
+        self._residents = ResidentIndex()
 
     def join(self, info: WorkerInfo) -> None:
         """The worker's stream is open: it takes requests from now on."""
-        self._views[info.worker_id] = _View(info)
+        self.leave(info.worker_id)
+        row = next(row for row in count() if row not in self._by_row)
+        view = _View(info, row)
+        self._views[info.worker_id] = self._by_row[row] = view
+        self._rows = self._rows_by_id()
+        self._residents.open(row)
+        self._judge(view)
 
     def leave(self, worker_id: str) -> None:
         """Assign nothing more to the worker. Harmless if it is not here."""
-        self._views.pop(worker_id, None)
+        view = self._views.pop(worker_id, None)
+        if view is not None:
+            del self._by_row[view.row]
+            self._rows = self._rows_by_id()
+            self._residents.close(view.row)
 
     def observe(self, worker_id: str, snapshot: Snapshot, *, draining: bool) -> None:
         """Take in a worker's news; what it must have seen by now no longer counts as sent since."""
@@ -78,14 +120,33 @@ class Router:
             return
         view.snapshot = snapshot
         view.draining = draining
-        seen = [key for key, sent in view.sent.items() if sent.step + STEPS_UNTIL_SEEN <= snapshot.step]
+        seen = [key for key, sent in view.unseen.items() if sent.step + STEPS_UNTIL_SEEN <= snapshot.step]
         for request_id in seen:
-            del view.sent[request_id]
+            del view.unseen[request_id]
+        self._judge(view)
 
-    def settle(self, worker_id: str, request_id: int) -> None:
-        """The request was answered, refused, cancelled or never sent: it no longer counts as sent since."""
+    def learn(self, worker_id: str, changes: BlockChanges) -> None:
+        """Take in which prefixes became resident on a worker, and which went."""
         if (view := self._views.get(worker_id)) is not None:
-            view.sent.pop(request_id, None)
+            self._residents.learn(view.row, changes)
+
+    def settle(self, worker_id: str, request_id: int, num_cached_tokens: int | None = None) -> None:
+        """The request was answered, refused, cancelled or never sent: it no longer counts as sent since.
+
+        `num_cached_tokens`, where its first token came: what it found resident.
+        """
+        view = self._views.get(worker_id)
+        sent = None if view is None else view.sent.pop(request_id, None)
+        if view is None or sent is None:
+            return
+        self._residents.settle(view.row, sent.expected_blocks)
+        if view.unseen.pop(request_id, None) is not None:
+            self._judge(view)
+        if num_cached_tokens is not None:
+            self.predictions.num_requests += 1
+            self.predictions.num_prompt_tokens += sent.need.prompt_tokens
+            self.predictions.num_predicted_tokens += sent.num_cached
+            self.predictions.num_cached_tokens += num_cached_tokens
 
     @property
     def ready(self) -> bool:
@@ -102,31 +163,48 @@ class Router:
 
         Raises `Unavailable` or `QueueFull`; nothing has then changed.
         """
-        need = Need(prompt_tokens=len(request.prompt), num_sequences=request.n)
-        ids = sorted(self._views.keys() - avoid)
-        turn = self._offset % len(ids) if ids else 0
-        choice = assign(need, [self._candidate(self._views[worker_id]) for worker_id in ids[turn:] + ids[:turn]])
-        if isinstance(choice, RaycombError):
-            raise choice
-        view = self._views[choice]
-        view.sent[request_id] = _Sent(view.step, need)
-        return choice
+        avoided = [view.row for worker_id in avoid if (view := self._views.get(worker_id)) is not None]
+        rows = able(self._candidates, self._rows[~np.isin(self._rows, avoided)] if avoided else self._rows)
+        if isinstance(rows, RaycombError):
+            raise rows
+        # The last token is always computed, so a block that ends with it would promise one token too many.
+        blocks = () if request.prompt_logprobs else tuple(block_hashes(request.prompt[:-1]))
+        need = Need(prompt_tokens=len(request.prompt), num_sequences=request.n, blocks=blocks)
+        cached = self._residents.cached_tokens(blocks, len(self._candidates))
+        # Equal prefixes turn to the same worker, and different ones to different workers.
+        turn = blocks[0] if blocks else self._offset
+        view = self._by_row[assign(need, self._candidates, rows, cached, turn)]
+        num_expected = self._residents.expect(view.row, blocks)
+        sent = _Sent(view.step, need, int(cached[view.row]), blocks[:num_expected])
+        view.sent[request_id] = view.unseen[request_id] = sent
+        self._judge(view)
+        return view.info.worker_id
 
-    def _candidate(self, view: _View) -> Candidate:
+    def _rows_by_id(self) -> npt.NDArray[np.int64]:
+        return np.array([self._views[worker_id].row for worker_id in sorted(self._views)], np.int64)
+
+    def _judge(self, view: _View) -> None:
+        """Bring a worker's candidate up to date: what the snapshot says, and what was sent since on top."""
         info, snapshot = view.info, view.snapshot
-        num_sent = sum(sent.need.num_sequences for sent in view.sent.values())
-        tokens_sent = sum(sent.need.prompt_tokens for sent in view.sent.values())
-        free = info.num_cells if snapshot is None else snapshot.free_cells + snapshot.cached_cells
         running = 0 if snapshot is None else snapshot.num_running
         waiting = 0 if snapshot is None else snapshot.num_waiting
-        seats = max(0, info.max_num_seqs - running)
-        return Candidate(
-            worker_id=info.worker_id,
+        free = info.num_cells if snapshot is None else snapshot.free_cells + snapshot.cached_cells
+        wanted, prefill = running + waiting, 0
+        for sent in view.unseen.values():
+            num_sequences = sent.need.num_sequences
+            wanted += num_sequences
+            prefill += sent.num_to_prefill
+            if running + num_sequences <= info.max_num_seqs:
+                running += num_sequences
+            else:
+                waiting += 1
+        self._candidates[view.row] = Candidate(
             accepts=not view.draining,
-            free_cells=max(0, free - tokens_sent),
-            num_running=running + min(seats, num_sent),
-            num_waiting=waiting + max(0, num_sent - seats),
-            queued_prefill_tokens=tokens_sent + (0 if snapshot is None else snapshot.queued_prefill_tokens),
+            free_cells=max(0, free - prefill),
+            num_running=running,
+            num_seats_wanted=wanted,
+            num_waiting=waiting,
+            queued_prefill_tokens=prefill + (0 if snapshot is None else snapshot.queued_prefill_tokens),
             max_num_seqs=info.max_num_seqs,
             max_waiting=self._max_waiting,
             max_prefill_tokens=info.max_prefill_tokens,

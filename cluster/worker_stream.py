@@ -19,6 +19,7 @@ from cluster.membership import Member
 from cluster.outbox import Outbox
 from cluster.router import WorkerInfo
 from cluster.run import Run
+from planner.blocks import BlockChanges
 from planner.errors import RequestRefused, Unavailable, WorkerLost
 from planner.limits import Snapshot
 from protos import worker_pb2 as pb
@@ -26,6 +27,7 @@ from protos import worker_pb2_grpc as pb_grpc
 from worker.wire import (
     CHANNEL_OPTIONS,
     SECRET_METADATA,
+    blocks_from_proto,
     request_to_proto,
     snapshot_from_proto,
     update_from_proto,
@@ -48,7 +50,9 @@ class StreamObserver(Protocol):
 
     def observe(self, worker_id: str, snapshot: Snapshot, *, draining: bool) -> None: ...
 
-    def settle(self, worker_id: str, request_id: int) -> None: ...
+    def learn(self, worker_id: str, changes: BlockChanges) -> None: ...
+
+    def settle(self, worker_id: str, request_id: int, num_cached_tokens: int | None = None) -> None: ...
 
 
 class RunKeeper(Protocol):
@@ -120,7 +124,7 @@ class WorkerStream:
             while not self._retiring:
                 error = await self._attach_until_it_ends()
                 was_open, self._open = self._open, False
-                self._observer.leave(self.member.worker_id)
+                self._leave()
                 self._end_all(error)
                 if was_open:
                     backoff_s = FIRST_BACKOFF_S
@@ -129,8 +133,13 @@ class WorkerStream:
                 backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
         finally:
             self._open = False
-            self._observer.leave(self.member.worker_id)
+            self._leave()
             self._end_all(WorkerLost("the gateway is shutting down"))
+
+    def _leave(self) -> None:
+        """Once retired it has left already, and by now the worker may be back, with a stream of its own."""
+        if not self._retiring:
+            self._observer.leave(self.member.worker_id)
 
     async def _attach_until_it_ends(self) -> WorkerLost:
         """One connection's life. Gives the reason why what still runs is lost."""
@@ -225,10 +234,13 @@ class WorkerStream:
         if message.HasField("snapshot"):
             snapshot = snapshot_from_proto(message.snapshot)
             self._observer.observe(self.member.worker_id, snapshot, draining=message.snapshot.draining)
+        if message.HasField("blocks"):
+            self._observer.learn(self.member.worker_id, blocks_from_proto(message.blocks))
         self._heard_at = self._loop.time()
         lost: dict[int, tuple[Run, WorkerLost]] = {}
         for entry in message.updates:
-            self._observer.settle(self.member.worker_id, entry.request_id)
+            num_cached = entry.num_cached_tokens if entry.tokens else None
+            self._observer.settle(self.member.worker_id, entry.request_id, num_cached)
             run = self._runs.get(entry.request_id)
             if run is None:
                 continue  # cancelled here; the worker's last words for it are on their way

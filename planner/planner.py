@@ -16,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from planner.admission import check_request
+from planner.blocks import ResidentBlocks
 from planner.draft import pack
 from planner.errors import QueueFull, RequestFailed, RequestRefused
 from planner.limits import Limits, Snapshot
@@ -56,6 +57,11 @@ class Planner:
     def has_work(self) -> bool:
         """Whether anything waits, runs, or is in flight. With nothing in flight, `plan` then has a step."""
         return self._schedule.busy or bool(self._in_flight)
+
+    @property
+    def blocks(self) -> ResidentBlocks:
+        """Which prefixes are resident, by name; every other method may change it."""
+        return self._memory.prefixes.blocks
 
     def submit(self, request: Request) -> int:
         """Accept a request; returns its id, which ascends from 1.

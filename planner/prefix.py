@@ -1,7 +1,8 @@
 """The prefix index: which token prefixes have their keys and values in the pool, token for token.
 
 A radix tree over token ids (the idea of SGLang's RadixAttention; Zheng et al. 2024), one cell a token. It only refers
-to cells; who owns them is the cell table's business. It never hears of tokens that are not yet written.
+to cells; who owns them is the cell table's business. It never hears of tokens that are not yet written. What it knows
+is told to others by name (`planner.blocks`).
 """
 
 from __future__ import annotations
@@ -11,20 +12,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from planner.blocks import BLOCK_TOKENS, ResidentBlocks, block_hashes
 from planner.cells import CellTable
 from planner.request import CellArray, TokenArray
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """An edge of the tree and its lower end: int64[n] tokens and the int32[n] cells that hold them."""
+    """An edge of the tree and its lower end: int64[n] tokens and the int32[n] cells that hold them.
+
+    `start` is the position of its first token; `blocks` are the names of the blocks that end in it.
+    """
 
     tokens: TokenArray
     cells: CellArray
     parent: _Node | None
+    start: int = 0
+    blocks: list[int] = field(default_factory=list)
     children: dict[int, _Node] = field(default_factory=dict)
     last_used: int = 0
     queued: bool = False
+
+    def num_blocks(self, length: int) -> int:
+        """Number of blocks that end in its first `length` tokens."""
+        return (self.start + length) // BLOCK_TOKENS - self.start // BLOCK_TOKENS
 
 
 class PrefixIndex:
@@ -32,9 +43,12 @@ class PrefixIndex:
 
     Recency is a logical counter. Every leaf is queued once for eviction by a recency that may be older than its own,
     and is put back when that turns out; so no verb walks the whole tree.
+
+    `blocks` holds the names of all whole blocks of the tree, as far as its own bound allows.
     """
 
     def __init__(self, table: CellTable, *, enabled: bool = True) -> None:
+        self.blocks = ResidentBlocks()
         self._table = table
         self._enabled = enabled
         self._now = 0
@@ -68,16 +82,19 @@ class PrefixIndex:
         if not self._enabled:
             return
         self._now += 1
-        node, at = self._root, 0
+        node, at, last_block = self._root, 0, 0
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
             if child is None:
                 self._table.retain(cells[at:])
-                self._attach(_Node(tokens[at:].copy(), cells[at:].copy(), node, last_used=self._now), node)
+                names = block_hashes(tokens[at // BLOCK_TOKENS * BLOCK_TOKENS :], last_block)
+                leaf = _Node(tokens[at:].copy(), cells[at:].copy(), node, at, names, last_used=self._now)
+                self._attach(leaf, node)
                 return
             common = _num_common(child.tokens, tokens[at:])
             node = child if common == len(child.tokens) else self._split(child, common)
             node.last_used = self._now
+            last_block = node.blocks[-1] if node.blocks else last_block
             at += common
 
     def evict(self, num_cells: int) -> int:
@@ -99,6 +116,7 @@ class PrefixIndex:
         """Forget everything; what no sequence owns becomes free."""
         for node in self._nodes():
             self._table.forget(node.cells)
+            self.blocks.remove(node.blocks)
         self._root.children.clear()
         self._leaves.clear()
 
@@ -112,6 +130,18 @@ class PrefixIndex:
             assert node.parent.children[int(node.tokens[0])] is node, "a child under another token"
             assert node.children or node in queued, "a leaf that eviction cannot find"
             assert node.queued == (node in queued), "a wrong mark of queueing"
+            assert node.start == node.parent.start + len(node.parent.tokens), "a node at a wrong position"
+            names = block_hashes(self._path(node))
+            assert node.blocks == names[len(names) - node.num_blocks(len(node.tokens)) :], "misnamed blocks"
+
+    @staticmethod
+    def _path(node: _Node) -> TokenArray:
+        parts = []
+        above: _Node | None = node
+        while above is not None:
+            parts.append(above.tokens)
+            above = above.parent
+        return np.concatenate(parts[::-1])
 
     def _nodes(self) -> list[_Node]:
         nodes = list(self._root.children.values())
@@ -121,14 +151,24 @@ class PrefixIndex:
 
     def _attach(self, leaf: _Node, parent: _Node) -> None:
         parent.children[int(leaf.tokens[0])] = leaf
+        self.blocks.add(leaf.blocks)
         self._queue(leaf)
 
     def _split(self, node: _Node, length: int) -> _Node:
         """Cut a node after `length` tokens; returns the upper part."""
         assert node.parent is not None
-        upper = _Node(node.tokens[:length].copy(), node.cells[:length].copy(), node.parent, last_used=node.last_used)
+        num_blocks = node.num_blocks(length)
+        upper = _Node(
+            tokens=node.tokens[:length].copy(),
+            cells=node.cells[:length].copy(),
+            parent=node.parent,
+            start=node.start,
+            blocks=node.blocks[:num_blocks],
+            last_used=node.last_used,
+        )
         node.parent.children[int(upper.tokens[0])] = upper
         node.tokens, node.cells, node.parent = node.tokens[length:].copy(), node.cells[length:].copy(), upper
+        node.start, node.blocks = node.start + length, node.blocks[num_blocks:]
         upper.children[int(node.tokens[0])] = node
         return upper
 
@@ -186,6 +226,9 @@ class PrefixIndex:
         """Keep a leaf's first `length` tokens; without any, take it off the tree."""
         first = int(leaf.tokens[0])
         self._table.forget(leaf.cells[length:])
+        num_blocks = leaf.num_blocks(length)
+        self.blocks.remove(leaf.blocks[num_blocks:])
+        del leaf.blocks[num_blocks:]
         leaf.tokens, leaf.cells = leaf.tokens[:length], leaf.cells[:length]
         parent = leaf.parent
         if length or parent is None:

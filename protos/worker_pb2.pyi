@@ -102,14 +102,24 @@ class Read(_message.Message):
     def __init__(self, num_messages: _Optional[int] = ...) -> None: ...
 
 class StepUpdates(_message.Message):
-    __slots__ = ("info", "updates", "snapshot")
+    __slots__ = ("info", "updates", "snapshot", "blocks")
     INFO_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     updates: _containers.RepeatedCompositeFieldContainer[SequenceUpdate]
     snapshot: Snapshot
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., updates: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ...) -> None: ...
+    blocks: Blocks
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., updates: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ...) -> None: ...
+
+class Blocks(_message.Message):
+    __slots__ = ("added", "removed")
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    added: _containers.RepeatedScalarFieldContainer[int]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, added: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "model", "vocab_size", "context", "num_cells", "max_prefill_tokens", "min_prefill_tokens", "max_num_seqs", "device", "dtype")

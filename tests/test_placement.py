@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,17 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.placement import MAX_RETRY_AFTER_S, Candidate, Need, assign
-from cluster.router import Router, WorkerInfo
-from planner.errors import QueueFull, Unavailable
+from cluster.placement import MAX_RETRY_AFTER_S, Candidate, Candidates, Need, able, assign
+from cluster.router import Predictions, Router, WorkerInfo
+from planner.blocks import BlockChanges, block_hashes
+from planner.errors import QueueFull, RaycombError, Unavailable
 from planner.limits import Snapshot
 from planner.request import Request
 
 IDLE = Candidate(
-    worker_id="a",
     accepts=True,
     free_cells=1000,
     num_running=0,
+    num_seats_wanted=0,
     num_waiting=0,
     queued_prefill_tokens=0,
     max_num_seqs=8,
@@ -32,88 +34,135 @@ needs = st.builds(Need, prompt_tokens=st.integers(1, 500), num_sequences=st.inte
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[Candidate]:
-    return [
-        Candidate(
-            worker_id=f"w{index}",
-            accepts=draw(st.booleans()),
-            free_cells=draw(st.integers(0, 1000)),
-            num_running=draw(counts),
-            num_waiting=draw(counts),
-            queued_prefill_tokens=draw(st.integers(0, 5000)),
-            max_num_seqs=draw(st.integers(1, 40)),
-            max_waiting=draw(st.integers(1, 40)),
-            max_prefill_tokens=draw(st.integers(2, 512)),
-        )
-        for index in range(draw(st.integers(0, 5)))
-    ]
+def candidates(draw: st.DrawFn) -> Candidate:
+    num_running, num_waiting = draw(counts), draw(counts)
+    return Candidate(
+        accepts=draw(st.booleans()),
+        free_cells=draw(st.integers(0, 1000)),
+        num_running=num_running,
+        num_seats_wanted=num_running + num_waiting,
+        num_waiting=num_waiting,
+        queued_prefill_tokens=draw(st.integers(0, 5000)),
+        max_num_seqs=draw(st.integers(1, 40)),
+        max_waiting=draw(st.integers(1, 40)),
+        max_prefill_tokens=draw(st.integers(2, 512)),
+    )
+
+
+fleets = st.lists(st.tuples(candidates(), st.integers(0, 499)), max_size=5)  # with the tokens that each has cached
+
+
+def choose(need: Need, fleet: Sequence[Candidate], cached: Sequence[int] = (), turn: int = 0) -> int | RaycombError:
+    """The place of the chosen one, or the refusal."""
+    table = Candidates()
+    for row, candidate in enumerate(fleet):
+        table[row] = candidate
+    rows = able(table, np.arange(len(fleet)))
+    if isinstance(rows, RaycombError):
+        return rows
+    tokens = np.zeros(len(table), np.int64)
+    tokens[: len(cached)] = cached
+    return assign(need, table, rows, tokens, turn)
 
 
 def test_an_idle_worker_is_preferred_to_a_busy_one() -> None:
-    busy = replace(IDLE, worker_id="busy", queued_prefill_tokens=500, num_running=4)
-    assert assign(Need(10, 1), [busy, IDLE]) == "a"
+    busy = IDLE._replace(queued_prefill_tokens=500, num_running=4, num_seats_wanted=4)
+    assert choose(Need(10, 1), [busy, IDLE]) == 1
 
 
 def test_running_decodes_weigh_as_much_as_the_steps_they_share() -> None:
-    decoding = replace(IDLE, worker_id="decoding", num_running=7)
-    queued = replace(IDLE, worker_id="queued", queued_prefill_tokens=64)
-    assert assign(Need(10, 1), [queued, decoding]) == "decoding"
+    decoding = IDLE._replace(num_running=7)
+    queued = IDLE._replace(queued_prefill_tokens=64)
+    assert choose(Need(10, 1), [queued, decoding]) == 1
 
 
 def test_a_worker_without_a_free_seat_is_the_last_choice() -> None:
-    seated = replace(IDLE, worker_id="seated", num_running=8)
-    far = replace(IDLE, worker_id="far", queued_prefill_tokens=10_000)
-    assert assign(Need(10, 1), [seated, far]) == "far"
+    seated = IDLE._replace(num_running=8, num_seats_wanted=8)
+    far = IDLE._replace(queued_prefill_tokens=10_000)
+    assert choose(Need(10, 1), [seated, far]) == 1
 
 
 def test_a_prompt_that_does_not_fit_now_goes_where_it_does() -> None:
-    full = replace(IDLE, worker_id="full", free_cells=5)
-    far = replace(IDLE, worker_id="far", queued_prefill_tokens=900)
-    assert assign(Need(10, 1), [full, far]) == "far"
+    full = IDLE._replace(free_cells=5)
+    far = IDLE._replace(queued_prefill_tokens=900)
+    assert choose(Need(10, 1), [full, far]) == 1
 
 
-def test_ties_go_to_the_first_candidate() -> None:
-    assert assign(Need(10, 1), [replace(IDLE, worker_id="b"), IDLE]) == "b"
+def test_the_turn_decides_ties_and_nothing_else() -> None:
+    fleet = [IDLE, IDLE._replace(num_running=1), IDLE]
+    assert [choose(Need(10, 1), fleet, turn=turn) for turn in range(4)] == [0, 2, 0, 2]
+
+
+def test_a_resident_prefix_is_worth_the_prefill_that_it_saves() -> None:
+    queued = IDLE._replace(queued_prefill_tokens=40)
+    assert choose(Need(100, 1), [IDLE, queued], [0, 64]) == 1
+    assert choose(Need(100, 1), [IDLE, queued], [0, 15]) == 0
+
+
+def test_a_hot_worker_loses_its_affinity_and_the_others_keep_theirs() -> None:
+    hot = IDLE._replace(num_running=20, num_seats_wanted=20, max_num_seqs=64)
+    warm = IDLE._replace(num_running=6, num_seats_wanted=6, max_num_seqs=64)
+    cold = warm._replace(num_running=5, num_seats_wanted=5)
+    assert choose(Need(400, 1), [hot, warm, cold], [384, 0, 0]) == 2
+    assert choose(Need(400, 1), [hot, warm, cold], [384, 384, 0]) == 1
+    assert choose(Need(400, 1), [warm, warm, cold], [384, 0, 0]) == 0
 
 
 def test_full_queues_say_when_to_come_again() -> None:
-    full = replace(IDLE, num_waiting=16)
-    refusal = assign(Need(10, 1), [full, full])
+    full = IDLE._replace(num_waiting=16)
+    refusal = choose(Need(10, 1), [full, full])
     assert isinstance(refusal, QueueFull)
     assert refusal.retry_after_s == 3.0
 
 
-@given(needs, fleets())
-def test_only_a_worker_that_accepts_and_has_room_is_chosen(need: Need, fleet: list[Candidate]) -> None:
-    choice = assign(need, fleet)
-    able = {c.worker_id for c in fleet if c.accepts and c.num_waiting < c.max_waiting}
-    if isinstance(choice, str):
-        assert choice in able
+@given(needs, fleets, st.integers(0, 2**64 - 1))
+def test_only_a_worker_that_accepts_and_has_room_is_chosen(
+    need: Need, fleet: list[tuple[Candidate, int]], turn: int
+) -> None:
+    workers = [candidate for candidate, _ in fleet]
+    choice = choose(need, workers, [cached for _, cached in fleet], turn)
+    fit = {place for place, c in enumerate(workers) if c.accepts and c.num_waiting < c.max_waiting}
+    if isinstance(choice, int):
+        assert choice in fit
     elif isinstance(choice, QueueFull):
-        assert not able
-        assert any(c.accepts for c in fleet)
+        assert not fit
+        assert any(c.accepts for c in workers)
         assert 1.0 <= choice.retry_after_s <= MAX_RETRY_AFTER_S
     else:
         assert isinstance(choice, Unavailable)
-        assert not any(c.accepts for c in fleet)
+        assert not any(c.accepts for c in workers)
 
 
-@given(needs, fleets(), st.data())
+@given(needs, fleets, st.data())
 def test_more_load_on_another_worker_never_moves_a_request_to_it(
-    need: Need, fleet: list[Candidate], data: st.DataObject
+    need: Need, fleet: list[tuple[Candidate, int]], data: st.DataObject
 ) -> None:
-    choice = assign(need, fleet)
-    others = [index for index, c in enumerate(fleet) if c.worker_id != choice]
-    if not isinstance(choice, str) or not others:
+    workers, cached = [candidate for candidate, _ in fleet], [tokens for _, tokens in fleet]
+    choice = choose(need, workers, cached)
+    others = [place for place in range(len(workers)) if place != choice]
+    if not isinstance(choice, int) or not others:
         return
-    index = data.draw(st.sampled_from(others))
-    heavier = replace(
-        fleet[index],
-        queued_prefill_tokens=fleet[index].queued_prefill_tokens + data.draw(counts),
-        num_running=fleet[index].num_running + data.draw(counts),
-        free_cells=max(0, fleet[index].free_cells - data.draw(counts)),
+    place = data.draw(st.sampled_from(others))
+    more = data.draw(counts)
+    heavier = workers[place]._replace(
+        queued_prefill_tokens=workers[place].queued_prefill_tokens + data.draw(counts),
+        num_running=workers[place].num_running + more,
+        num_seats_wanted=workers[place].num_seats_wanted + more,
+        free_cells=max(0, workers[place].free_cells - data.draw(counts)),
     )
-    assert assign(need, [*fleet[:index], heavier, *fleet[index + 1 :]]) == choice
+    assert choose(need, [*workers[:place], heavier, *workers[place + 1 :]], cached) != place
+
+
+@given(needs, fleets, st.data())
+def test_more_of_its_prompt_resident_never_moves_a_request_away(
+    need: Need, fleet: list[tuple[Candidate, int]], data: st.DataObject
+) -> None:
+    workers, cached = [candidate for candidate, _ in fleet], [tokens for _, tokens in fleet]
+    choice = choose(need, workers, cached)
+    if isinstance(choice, int):
+        warmer = list(cached)
+        warmer[choice] += data.draw(counts)
+        assert choose(need, workers, warmer) == choice or warmer[choice] == cached[choice]
 
 
 def info(worker_id: str, **changes: int) -> WorkerInfo:
@@ -198,3 +247,117 @@ def test_a_worker_that_left_is_forgotten_with_all_that_was_sent_to_it() -> None:
     assert router.infos == []
     router.join(info("a"))
     assert router.assign(2, request(n=8)) == "a"
+
+
+def test_a_worker_that_one_request_fills_with_sequences_still_has_its_whole_queue() -> None:
+    router = Router(max_waiting=2)
+    router.join(info("a", max_num_seqs=8))
+    for number in range(3):  # one runs, two wait: the worker counts requests in its queue
+        assert router.assign(number, request(n=8)) == "a"
+    with pytest.raises(QueueFull):
+        router.assign(3, request())
+
+
+def prompt(length: int, seed: int = 0) -> Request:
+    return Request(prompt=np.random.default_rng(seed).integers(0, 100, length), max_tokens=5)
+
+
+def told(asked: Request) -> BlockChanges:
+    """What a worker says once it has computed the prompt."""
+    return BlockChanges(added=tuple(block_hashes(asked.prompt)))
+
+
+def router_of(*worker_ids: str) -> Router:
+    router = Router(max_waiting=16)
+    for worker_id in worker_ids:
+        router.join(info(worker_id))
+    return router
+
+
+def test_a_request_goes_where_its_prefix_is_resident_until_it_is_evicted() -> None:
+    asked = prompt(300)
+    for owner in "abc":
+        router = router_of("a", "b", "c")
+        router.learn(owner, told(asked))
+        assert router.assign(1, asked) == owner
+        router.settle(owner, 1, 256)
+        router.observe(owner, snapshot(1, queued_prefill_tokens=50), draining=False)
+        assert router.assign(2, asked) == owner
+        router.settle(owner, 2, 256)
+        router.learn(owner, BlockChanges(removed=told(asked).added))
+        assert router.assign(3, asked) != owner
+
+
+def test_a_burst_of_one_prefix_stays_together_before_any_worker_has_told_of_it() -> None:
+    router = router_of("a", "b", "c")
+    assert len({router.assign(number, prompt(300)) for number in range(4)}) == 1
+
+
+def test_cold_prefixes_are_spread_over_idle_workers() -> None:
+    router = router_of("a", "b", "c")
+    chosen = set()
+    for number in range(30):
+        worker_id = router.assign(number, prompt(300, number))
+        router.settle(worker_id, number)
+        chosen.add(worker_id)
+    assert chosen == {"a", "b", "c"}
+
+
+def test_gateways_with_equal_views_send_a_cold_prefix_to_the_same_worker() -> None:
+    first, second = Router(max_waiting=16, offset=0), Router(max_waiting=16, offset=1)
+    for worker_id in "abc":
+        first.join(info(worker_id))
+    for worker_id in "cba":
+        second.join(info(worker_id))
+    for seed in range(10):
+        chosen = first.assign(seed, prompt(300, seed))
+        assert second.assign(seed, prompt(300, seed)) == chosen
+        first.settle(chosen, seed)
+        second.settle(chosen, seed)
+
+
+def test_what_a_request_was_expected_to_leave_is_forgotten_when_it_was_refused() -> None:
+    router = router_of("a", "b")
+    asked = prompt(300)
+    worker_id = router.assign(1, asked)
+    router.settle(worker_id, 1)
+    router.observe(worker_id, snapshot(1, queued_prefill_tokens=10), draining=False)
+    assert router.assign(2, asked) != worker_id
+
+
+def test_predictions_are_held_against_what_was_found() -> None:
+    router = router_of("a")
+    for number, found in enumerate((0, 256, 64)):
+        router.assign(number, prompt(300))
+        router.settle("a", number, found)
+        router.learn("a", told(prompt(300)))
+    router.assign(9, prompt(300))
+    router.settle("a", 9)  # it was cancelled
+    assert router.predictions == Predictions(3, 900, num_predicted_tokens=512, num_cached_tokens=320)
+
+
+def test_a_worker_that_left_and_came_back_has_nothing_resident() -> None:
+    router = router_of("a", "b")
+    asked = prompt(300)
+    router.learn("a", told(asked))
+    router.leave("a")
+    router.learn("a", told(asked))
+    router.join(info("a"))
+    router.observe("a", snapshot(1, queued_prefill_tokens=10), draining=False)
+    assert router.assign(1, asked) == "b"
+
+
+def test_a_draining_worker_attracts_nothing() -> None:
+    router = router_of("a", "b")
+    asked = prompt(300)
+    router.learn("a", told(asked))
+    router.observe("a", snapshot(1), draining=True)
+    assert router.assign(1, asked) == "b"
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_wherever_it_goes() -> None:
+    router = router_of("a", "b")
+    asked = replace(prompt(300), prompt_logprobs=True)
+    router.learn("a", told(asked))
+    router.observe("a", snapshot(1, queued_prefill_tokens=10), draining=False)
+    assert router.assign(1, asked) == "b"

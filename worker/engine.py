@@ -12,9 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from planner.blocks import BlockChanges
 from planner.errors import InvalidConfiguration, RequestRefused, Unavailable, WorkerLost
 from planner.limits import Limits, Snapshot
 from planner.metrics import Metrics
@@ -41,10 +42,14 @@ class EngineState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step's news for one client: (its key, update or refusal), and the state of the worker after the step."""
+    """One step's news for one client: (its key, update or refusal), and the state of the worker after the step.
+
+    `blocks` are the changes of what is resident since the client's last report; in its first one, all of it.
+    """
 
     updates: tuple[News, ...]
     snapshot: Snapshot
+    blocks: BlockChanges = field(default_factory=BlockChanges)
 
 
 Listener = Callable[[StepReport], None]
@@ -199,6 +204,7 @@ class _Loop:
         self._depth = limits.max_steps_in_flight
         self._inbox = inbox
         self._desk: Desk[Client] = Desk()
+        self._newcomers: set[Client] = set()
         self._in_flight: deque[tuple[Step, float]] = deque()
         self._settled_at = 0.0
         self._has_news = False
@@ -233,6 +239,7 @@ class _Loop:
         mail = self._inbox.take(wait=not (self._in_flight or self._planner.has_work))
         for client in mail.connects:
             self._desk.connect(client)
+            self._newcomers.add(client)
         for submit in mail.submits:
             self._submit(submit.client, submit.key, submit.request)
         for (client, key), indices in mail.cancels.items():
@@ -283,12 +290,16 @@ class _Loop:
         reports, ended = self._desk.take()
         self._inbox.forget(ended)
         self.stats = replace(self.stats, emitted_at=time.monotonic())
+        blocks = self._planner.blocks
+        changes, everything = blocks.take_changes(), blocks.everything if self._newcomers else BlockChanges()
         for client, news in reports:
+            known = everything if client in self._newcomers else changes
             try:
-                client.listener(StepReport(news, self.snapshot))
+                client.listener(StepReport(news, self.snapshot, known))
             except Exception:
                 logger.exception("a listener raised; its client is closed")
                 client.close()
+        self._newcomers.clear()
 
     def _wind_up(self) -> None:
         self._desk.note(self._planner.cancel_all())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
+from planner.blocks import BlockNews
 from planner.errors import InvalidRequest, RequestRefused
 from planner.request import Update
 from protos import worker_pb2 as pb
@@ -21,6 +22,9 @@ MAX_UNREAD_ENDS = 4096
 MAX_UNREAD_MESSAGES = 2
 """One is being read while the next is on its way."""
 
+MAX_BLOCKS_IN_MESSAGE = 4096
+"""Names of prefixes, of each kind, in one message: a new gateway gets them in pieces, with tokens in between."""
+
 
 class Outbox:
     """Takes reports in, and gives out one message at a time that holds all there is."""
@@ -30,6 +34,7 @@ class Outbox:
         self._updates: dict[tuple[int, int], Update] = {}
         self._refusals: list[tuple[int, RequestRefused]] = []
         self._snapshot: pb.Snapshot | None = None
+        self._blocks = BlockNews()
         self._num_unread_ends = 0
         self._num_unread_messages = 0
         self._num_sent = 0
@@ -74,6 +79,7 @@ class Outbox:
                 if news.finish_reason is not None:
                     self._note_end()
         self._snapshot = wire.snapshot_to_proto(report.snapshot, draining=draining)
+        self._blocks.note(report.blocks)
         self._news.set()
 
     def finish(self) -> None:
@@ -106,6 +112,10 @@ class Outbox:
             await self._all_read.wait()
             return None
         message = pb.StepUpdates(snapshot=self._snapshot)
+        if self._blocks:
+            message.blocks.CopyFrom(wire.blocks_to_proto(self._blocks.take(MAX_BLOCKS_IN_MESSAGE)))
+        if self._blocks:
+            self._news.set()
         for (request_id, _), update in self._updates.items():
             message.updates.append(wire.update_to_proto(request_id, update))
             if update.finish_reason is not None:

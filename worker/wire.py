@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from planner.blocks import BlockChanges
 from planner.errors import InvalidRequest, QueueFull, RaycombError, RequestRefused, error_from_code
 from planner.limits import Snapshot
 from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, Update
@@ -165,6 +166,14 @@ def snapshot_from_proto(message: pb.Snapshot) -> Snapshot:
         queued_prefill_tokens=message.queued_prefill_tokens,
         step=message.step,
     )
+
+
+def blocks_to_proto(changes: BlockChanges) -> pb.Blocks:
+    return pb.Blocks(added=changes.added, removed=changes.removed)
+
+
+def blocks_from_proto(message: pb.Blocks) -> BlockChanges:
+    return BlockChanges(added=tuple(message.added), removed=tuple(message.removed))
 
 
 def _sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:
