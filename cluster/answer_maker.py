@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from cluster.answer import Answer
 from cluster.api_settings import ApiSettings
 from cluster.fleet import Fleet, ServedModel
+from cluster.headers import Terms
 from cluster.prompts import PromptEncoder
-from cluster.requests import plan_chat, plan_completion, served_name
+from cluster.requests import on_terms, plan_chat, plan_completion, served_name
 from cluster.side_threads import SideThreads
 from cluster.text import TextModel
 from planner.errors import InvalidRequest, Unavailable
@@ -51,21 +52,21 @@ class AnswerMaker:
         """What clients may call the model."""
         return self.service.settings.served_model_names or (self.served().name,)
 
-    async def completion(self, body: CompletionBody) -> tuple[Answer, str]:
+    async def completion(self, body: CompletionBody, terms: Terms) -> tuple[Answer, str]:
         """The answer to a text completion, and the name to answer with. Raises `RequestRefused`."""
         model, name = self.model(body.model)
         text = self.service.text
         prompts = await self._prompts.completion(body, model.context)
-        plans = plan_completion(body, prompts, model, text.eos_ids, self.service.settings)
+        plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings))
         scored = body.logprobs is not None
         return Answer(self.service.fleet, text, plans, body.stop_strings, scored=scored), name
 
-    async def chat(self, body: ChatBody) -> tuple[Answer, str]:
+    async def chat(self, body: ChatBody, terms: Terms) -> tuple[Answer, str]:
         """The answer to a conversation, and the name to answer with. Raises `RequestRefused`."""
         model, name = self.model(body.model)
         text = self.service.text
         prompt = await self._prompts.chat(body, model.context)
-        plans = plan_chat(body, prompt, model, text.eos_ids, self.service.settings)
+        plans = on_terms(terms, plan_chat(body, prompt, model, text.eos_ids, self.service.settings))
         return Answer(self.service.fleet, text, plans, body.stop_strings, scored=body.logprobs), name
 
     async def token_ids(self, body: TokenizeTextBody | TokenizeChatBody) -> list[int]:

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.answer import Answer
 from cluster.choice import Piece
 from cluster.errors import envelope, outcome, retry_after_s
+from cluster.headers import Terms
 from cluster.voices import Voice
 from planner.errors import DeadlineExceeded, RaycombError
 
@@ -27,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How an answer is sent. Times in seconds; `deadline_s` None: no deadline."""
+    """How an answer is sent, and until when. Times in seconds."""
 
     stream: bool
     include_usage: bool
     keepalive_s: float
-    deadline_s: float | None = None
+    terms: Terms
 
 
 def error_response(error: RaycombError) -> Response:
@@ -67,7 +68,7 @@ class AnswerResponse(Response):
         error: RaycombError | None = None
         ending = b""
         try:
-            async with asyncio.timeout(self._delivery.deadline_s):
+            async with asyncio.timeout(self._delivery.terms.left_s):
                 ending = await (self._send_events(send) if self._delivery.stream else self._whole())
         except TimeoutError:
             error = DeadlineExceeded("the request's deadline passed")

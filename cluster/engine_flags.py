@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import types
+from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
@@ -25,6 +27,8 @@ HELP = {
     "max_num_batched_tokens": "most tokens of one step",
     "prefill_chunk_tokens": "most prompt tokens of one sequence before the next has its turn",
     "max_waiting": "requests that may wait",
+    "max_waiting_tokens": "tokens of prompts that may wait",
+    "tenant_weights": "what tenants get in proportion to each other, as JSON by name; 1 for who is not named",
     "prefix_caching": "keep cells of finished prompts for requests that begin alike",
     "num_threads": "processor threads of the model",
     "seed": "of dummy weights",
@@ -62,6 +66,8 @@ def _argument(setting: FieldInfo) -> dict[str, Any]:
     kind = setting.annotation
     if get_origin(kind) in (Union, types.UnionType):  # X | None
         kind = next(part for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is Mapping:
+        return {"type": json.loads, "metavar": "JSON"}
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     return {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from planner import errors
-from planner.errors import QueueFull, RaycombError
+from planner.errors import DeadlineUnmeetable, QueueFull, RaycombError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ OUTCOMES: Final[dict[type[RaycombError], Outcome]] = {
     errors.UnknownModel: Outcome(404, _INVALID, "NOT_FOUND"),
     errors.Unauthenticated: Outcome(401, "authentication_error", "UNAUTHENTICATED"),
     errors.QueueFull: Outcome(429, "rate_limit_error", "RESOURCE_EXHAUSTED", 1),
+    errors.DeadlineUnmeetable: Outcome(408, "timeout_error", "DEADLINE_EXCEEDED", 1),
     errors.Unavailable: Outcome(503, _SERVER, "UNAVAILABLE", 1),
     errors.RequestFailed: Outcome(500, _SERVER, "INTERNAL"),
     errors.WorkerLost: Outcome(503, _SERVER, "UNAVAILABLE", 1),
@@ -52,7 +53,7 @@ def outcome(error: RaycombError) -> Outcome:
 
 def retry_after_s(error: RaycombError) -> int | None:
     """Whole seconds after which sending it again may help, at least 1; None where it will not."""
-    if isinstance(error, QueueFull):
+    if isinstance(error, DeadlineUnmeetable | QueueFull):
         return max(1, math.ceil(error.retry_after_s))
     return outcome(error).retry_after_s
 

@@ -18,7 +18,7 @@ from cluster.choice import Piece
 from cluster.grpc_bodies import detokenize_body, generation_body, tokenize_body
 from cluster.grpc_status import Call, CallStatus, metadata_values
 from cluster.grpc_voice import GrpcVoice
-from cluster.headers import DEADLINE, ApiKeys, deadline_s
+from cluster.headers import DEADLINE, TENANT, ApiKeys, Terms, account, terms
 from planner.errors import BodyTooLarge
 from protos import inference_pb2 as pb
 from protos.openai import CompletionBody
@@ -41,14 +41,14 @@ class GrpcApi:
     async def generate(self, request: pb.GenerateRequest, call: Call) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Ending the iteration, by `aclose` or by cancelling its task, ends what runs on the workers."""
         with CallStatus(call) as status:
-            ends_at = self._admit(request, call)
-            async with asyncio.timeout_at(ends_at):
-                answer = await self._answer(request)
+            agreed = self._admit(request, call)
+            async with asyncio.timeout(agreed.left_s):
+                answer = await self._answer(request, agreed)
             try:
                 voice = GrpcVoice(self._maker.service.text.tokens)
                 pieces = answer.start()
                 while not answer.finished:
-                    pieces += await self._news(answer, ends_at)
+                    pieces += await self._news(answer, agreed)
                     message = voice.message(pieces, answer.counts(), last=answer.finished)
                     pieces = []
                     if message is not None:
@@ -83,39 +83,42 @@ class GrpcApi:
 
     async def _unary(self, request: Message, call: Call, work: Callable[[], Awaitable[M]], empty: M) -> M:
         with CallStatus(call):
-            async with asyncio.timeout_at(self._admit(request, call)):
+            async with asyncio.timeout(self._admit(request, call).left_s):
                 return await work()
         return empty
 
-    def _admit(self, request: Message, call: Call) -> float | None:
-        """When the call must be over, in the event loop's time. Raises `RequestRefused`."""
+    def _admit(self, request: Message, call: Call) -> Terms:
+        """Whose call it is, and when it must be over. Raises `RequestRefused`."""
         metadata = list(call.invocation_metadata())
-        self._keys.check("".join(metadata_values(metadata, "authorization")[:1]))
+        authorization = "".join(metadata_values(metadata, "authorization")[:1])
+        self._keys.check(authorization)
         size = request.ByteSize()
         if size > self._settings.max_body_bytes:
             raise BodyTooLarge(f"the request has {size} bytes; at most {self._settings.max_body_bytes} are read")
-        given = [deadline_s(value) for value in metadata_values(metadata, DEADLINE)]
-        least = min((seconds for seconds in given if seconds is not None), default=None)
-        return None if least is None else asyncio.get_running_loop().time() + least
+        named = metadata_values(metadata, TENANT) if self._settings.tenant_from_header else []
+        keyed = account(authorization) if self._settings.api_keys else ""
+        return terms(metadata_values(metadata, DEADLINE), named, keyed)
 
     async def _body(self, request: M, made: Callable[[M], B]) -> B:
         return await self._maker.threads.run(request.ByteSize() // 16, lambda: made(request))
 
-    async def _answer(self, request: pb.GenerateRequest) -> Answer:
+    async def _answer(self, request: pb.GenerateRequest, agreed: Terms) -> Answer:
         body = await self._body(request, generation_body)
-        making = self._maker.completion(body) if isinstance(body, CompletionBody) else self._maker.chat(body)
-        answer, _ = await making
+        if isinstance(body, CompletionBody):
+            answer, _ = await self._maker.completion(body, agreed)
+        else:
+            answer, _ = await self._maker.chat(body, agreed)
         return answer
 
-    async def _news(self, answer: Answer, ends_at: float | None) -> list[Piece]:
+    async def _news(self, answer: Answer, agreed: Terms) -> list[Piece]:
         """The next pieces. Raises `TimeoutError` where none came in time.
 
         The time is watched here and not around the stream, which is suspended in whoever reads it.
         """
         while True:
             patience_s = self._settings.keepalive_s
-            if ends_at is not None:
-                patience_s = min(patience_s, ends_at - asyncio.get_running_loop().time())
+            if (left_s := agreed.left_s) is not None:
+                patience_s = min(patience_s, left_s)
                 if patience_s <= 0:
                     raise TimeoutError
             if pieces := await answer.next(patience_s):

@@ -1,19 +1,25 @@
-"""What a client may say beside its request, in HTTP headers or gRPC metadata alike: its key, its id, its deadline."""
+"""What a client may say beside its request, in HTTP headers or gRPC metadata alike: key, id, deadline and tenant."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import re
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from pydantic import SecretStr
 
 from planner.errors import InvalidRequest, Unauthenticated
+from planner.request import MAX_TENANT
 
 REQUEST_ID: Final = "x-request-id"
 DEADLINE: Final = "x-request-timeout-ms"
+TENANT: Final = "x-tenant"
+_GOOD_TENANT: Final = re.compile(rf"[\x21-\x7e]{{1,{MAX_TENANT}}}")
 _GOOD_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -32,6 +38,42 @@ def deadline_s(value: str | None) -> float | None:
     return milliseconds / 1000 if milliseconds < 2**31 else None
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On whose account a request runs, and until when: `deadline` is a time on `time.monotonic`'s clock."""
+
+    tenant: str = ""
+    deadline: float | None = None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the deadline, negative after it; None: there is none."""
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+
+def terms(deadlines: Sequence[str], tenants: Sequence[str], account: str) -> Terms:
+    """The terms of a request that came now, of what was sent under `DEADLINE` and `TENANT`; the nearest deadline holds.
+
+    `account` is the tenant of a request that names none. Raises `InvalidRequest`.
+    """
+    given = [seconds for value in deadlines if (seconds := deadline_s(value)) is not None]
+    if len(set(tenants)) > 1 or not all(map(_GOOD_TENANT.fullmatch, tenants)):
+        raise InvalidRequest(
+            f"{TENANT} must be one name of at most {MAX_TENANT} printable ASCII characters without spaces", param=TENANT
+        )
+    return Terms(tenants[0] if tenants else account, time.monotonic() + min(given) if given else None)
+
+
+def account(authorization: str) -> str:
+    """The tenant that a valid key stands for: a name that tells the key to nobody."""
+    return f"key-{hashlib.sha256(_key(authorization)).hexdigest()[:12]}"
+
+
+def _key(authorization: str) -> bytes:
+    kind, _, key = authorization.partition(" ")
+    return key.strip().encode() if kind.lower() == "bearer" else b""
+
+
 class ApiKeys:
     """The keys that open the service; without any it is open to all."""
 
@@ -42,8 +84,7 @@ class ApiKeys:
         """Raises `Unauthenticated` unless the value of an authorization header is `Bearer` and one of the keys."""
         if not self._keys:
             return
-        kind, _, key = authorization.partition(" ")
-        given = key.strip().encode()
+        given = _key(authorization)
         matches = [hmac.compare_digest(given, own) for own in self._keys]
-        if kind.lower() != "bearer" or not any(matches):
+        if not any(matches):
             raise Unauthenticated("a valid API key is needed: Authorization: Bearer <key>")

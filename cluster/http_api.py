@@ -19,7 +19,7 @@ from cluster.answer_maker import AnswerMaker
 from cluster.answer_response import AnswerResponse, Delivery, error_response, json_response
 from cluster.bodies import parse_object, read_body, validate
 from cluster.errors import error_envelope
-from cluster.headers import DEADLINE, REQUEST_ID, ApiKeys, deadline_s
+from cluster.headers import DEADLINE, REQUEST_ID, TENANT, ApiKeys, Terms, account, terms
 from cluster.http_guard import Guard
 from cluster.voices import ChatVoice, CompletionVoice
 from planner.errors import RaycombError, Unavailable
@@ -88,16 +88,18 @@ class _Endpoints:
         self._settings = maker.service.settings
 
     async def completions(self, request: Request) -> Response:
+        agreed = self._terms(request)
         body = await self._body(request, lambda value: validate(CompletionBody, value))
-        answer, name = await self._maker.completion(body)
+        answer, name = await self._maker.completion(body, agreed)
         voice = CompletionVoice(name, self._tokens, scored=body.logprobs is not None)
-        return AnswerResponse(answer, voice, self._delivery(request, body))
+        return AnswerResponse(answer, voice, self._delivery(agreed, body))
 
     async def chat_completions(self, request: Request) -> Response:
+        agreed = self._terms(request)
         body = await self._body(request, lambda value: validate(ChatBody, value))
-        answer, name = await self._maker.chat(body)
+        answer, name = await self._maker.chat(body, agreed)
         voice = ChatVoice(name, self._tokens, scored=body.logprobs)
-        return AnswerResponse(answer, voice, self._delivery(request, body))
+        return AnswerResponse(answer, voice, self._delivery(agreed, body))
 
     async def models(self) -> Response:
         return _json(wire.ModelList(object="list", data=self._cards()))
@@ -145,12 +147,18 @@ class _Endpoints:
             for name in self._maker.names()
         ]
 
-    def _delivery(self, request: Request, body: GenerationBody) -> Delivery:
+    def _terms(self, request: Request) -> Terms:
+        headers = request.headers
+        named = headers.getlist(TENANT) if self._settings.tenant_from_header else []
+        keyed = account(headers.get("authorization", "")) if self._settings.api_keys else ""
+        return terms(headers.getlist(DEADLINE), named, keyed)
+
+    def _delivery(self, agreed: Terms, body: GenerationBody) -> Delivery:
         return Delivery(
             stream=body.stream,
             include_usage=body.include_usage,
             keepalive_s=self._settings.keepalive_s,
-            deadline_s=deadline_s(request.headers.get(DEADLINE)),
+            terms=agreed,
         )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cluster.api_settings import ApiSettings
 from cluster.fleet import ServedModel
+from cluster.headers import Terms
 from cluster.prompts import EncodedPrompt
 from planner.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from planner.request import Request, SamplingParams
@@ -72,6 +73,16 @@ def plan_chat(
     _check_context(len(prompt.ids), wanted, model, "messages")
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     return [ChoicePlan(prompt, _request(body, prompt, wanted, alternatives, model, eos_ids), body.n)]
+
+
+def on_terms(terms: Terms, plans: Sequence[ChoicePlan]) -> list[ChoicePlan]:
+    """The same plans, their requests on the client's account and under its deadline."""
+    return [
+        plan
+        if plan.request is None
+        else replace(plan, request=replace(plan.request, tenant=terms.tenant, deadline=terms.deadline))
+        for plan in plans
+    ]
 
 
 def _check_counts(body: GenerationBody, num_prompts: int, settings: ApiSettings) -> None:

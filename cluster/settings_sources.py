@@ -7,6 +7,7 @@ environment, environment beats YAML, YAML beats default.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,6 +81,8 @@ def _as_flags(action: argparse.Action, name: str, value: Any) -> list[str]:
         if truth not in ("true", "false", "1", "0"):
             raise InvalidConfiguration(f"{name} must be true or false, not {value!r}", param=name)
         return [flag if truth in ("true", "1") else f"--no-{name.replace('_', '-')}"]
+    if isinstance(value, dict) and action.type is json.loads:
+        return [f"{flag}={json.dumps(value)}"]
     if isinstance(value, dict) or (isinstance(value, list) and not _repeats(action)):
         raise InvalidConfiguration(f"{name} takes one value, not {value!r}", param=name)
     return [f"{flag}={item}" for item in (value if isinstance(value, list) else [value])]

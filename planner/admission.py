@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from planner.errors import ContextLengthExceeded, InvalidRequest, NeverFits
+from planner.errors import ContextLengthExceeded, InvalidRequest, NeverFits, QueueFull
 from planner.limits import Limits
 from planner.request import Request
 
@@ -33,6 +33,17 @@ def check_request(request: Request, limits: Limits) -> None:
             f"the prompt of {num_prompt} tokens and max_tokens = {max_tokens} need {num_cells} cells, "
             f"and the pool has {limits.capacity}",
             param="max_tokens",
+        )
+
+
+def check_room(request: Request, num_waiting: int, num_tokens: int, limits: Limits) -> None:
+    """Raise `QueueFull` when so many requests wait, or tokens are queued, that no more may."""
+    if num_waiting >= limits.max_waiting:
+        raise QueueFull(f"{num_waiting} requests are waiting, and no more than that may")
+    if num_tokens and num_tokens + len(request.prompt) > limits.max_waiting_tokens:
+        raise QueueFull(
+            f"{num_tokens} tokens wait to be prefilled: with {len(request.prompt)} more they would be over "
+            f"{limits.max_waiting_tokens}"
         )
 
 

@@ -76,6 +76,16 @@ class QueueFull(RequestRefused):
         self.retry_after_s = retry_after_s
 
 
+class DeadlineUnmeetable(RequestRefused):
+    """The queue moves too slowly for the request's deadline. After `retry_after_s` seconds the queue may be shorter."""
+
+    code = "deadline_unmeetable"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
 class Unavailable(RequestRefused):
     """No worker can take it now: starting, draining or none left."""
 

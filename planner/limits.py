@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from planner.errors import InvalidConfiguration
 
@@ -16,7 +18,9 @@ class Limits:
     * `widths`: decode widths that the program has, ascending, starting at 1.
     * `max_num_seqs`: sequences that run at once. `max_batched_tokens`: tokens of one step.
     * `prefill_chunk_tokens`: most prompt tokens of one sequence before the next one has its turn.
-    * `max_waiting`: requests that may wait. `max_steps_in_flight`: steps planned and not yet committed, 1 or 2.
+    * `max_waiting`: requests that may wait. `max_waiting_tokens`: tokens that may wait to be prefilled; one request is
+      taken beyond that when none waits. `max_steps_in_flight`: steps planned and not yet committed, 1 or 2.
+    * `tenant_weights`: what tenants get in proportion to each other; those that are not named weigh 1.
     """
 
     capacity: int
@@ -29,11 +33,21 @@ class Limits:
     max_batched_tokens: int = 512
     prefill_chunk_tokens: int = 256
     max_waiting: int = 4096
+    max_waiting_tokens: int = 2**24
     max_steps_in_flight: int = 1
     prefix_caching: bool = True
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("capacity", "context", "vocab_size", "max_num_seqs", "prefill_chunk_tokens", "max_waiting"):
+        for name in (
+            "capacity",
+            "context",
+            "vocab_size",
+            "max_num_seqs",
+            "prefill_chunk_tokens",
+            "max_waiting",
+            "max_waiting_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise InvalidConfiguration(f"{name} must be at least 1, not {getattr(self, name)}", param=name)
         w, m = self.max_prefill_tokens, self.min_prefill_tokens
@@ -49,6 +63,11 @@ class Limits:
                 "else decodes could starve prefills for ever",
                 param="max_batched_tokens",
             )
+        for tenant, weight in self.tenant_weights.items():
+            if not 0 < weight < math.inf:
+                raise InvalidConfiguration(
+                    f"the weight of tenant {tenant!r} must be a number above 0, not {weight}", param="tenant_weights"
+                )
         if self.max_steps_in_flight not in (1, 2):
             raise InvalidConfiguration(
                 f"max_steps_in_flight must be 1 or 2, not {self.max_steps_in_flight}", param="max_steps_in_flight"
@@ -57,7 +76,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A worker's state after a step, for routing and metrics. free + owned + cached cells = capacity, always."""
+    """A worker's state after a step, for routing and metrics. free + owned + cached cells = capacity, always.
+
+    `queue_tokens_per_s` is how fast the queue of prefill tokens moves, where the worker has measured it: the planner,
+    which has no clock, leaves it to the engine.
+    """
 
     capacity: int
     free_cells: int
@@ -67,3 +90,4 @@ class Snapshot:
     num_waiting: int
     queued_prefill_tokens: int
     step: int
+    queue_tokens_per_s: float | None = None

@@ -12,20 +12,20 @@ again, keeps its tokens, and recomputes them later. The oldest always gets its c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, KeysView
 from dataclasses import dataclass
 
-from planner.admission import check_request
+from planner.admission import check_request, check_room
 from planner.blocks import ResidentBlocks
 from planner.draft import pack
-from planner.errors import QueueFull, RequestFailed, RequestRefused
+from planner.errors import RequestFailed, RequestRefused
 from planner.limits import Limits, Snapshot
 from planner.memory import Memory
 from planner.metrics import Metrics
 from planner.request import FinishReason, Request, TokenLogprobs, Update
 from planner.schedule import Schedule
 from planner.sequence import Family, Sequence, accept
-from planner.step import Chunk, ChunkOutput, Step, StepResult
+from planner.step import Chunk, ChunkOutput, Step, StepResult, check_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,20 @@ class Planner:
         return self._schedule.busy or bool(self._in_flight)
 
     @property
+    def live(self) -> KeysView[int]:
+        """Ids of the requests that have not ended; the view follows them."""
+        return self._families.keys()
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that are still to be prefilled, of waiting and running sequences."""
+        return self._schedule.num_queued_tokens
+
+    def tokens_before(self, request: Request) -> int:
+        """Tokens to prefill before the first turn of a request that came now: an estimate, and rather too few."""
+        return self._schedule.tokens_before(request)
+
+    @property
     def blocks(self) -> ResidentBlocks:
         """Which prefixes are resident, by name; every other method may change it."""
         return self._memory.prefixes.blocks
@@ -67,13 +81,11 @@ class Planner:
         """Accept a request; returns its id, which ascends from 1.
 
         Raises `InvalidRequest`, `ContextLengthExceeded` or `NeverFits` when it could never run, and `QueueFull` when
-        `max_waiting` wait already.
+        `max_waiting` requests or `max_waiting_tokens` tokens wait already.
         """
-        num_waiting = len(self._schedule.waiting)
         try:
             check_request(request, self.limits)
-            if num_waiting >= self.limits.max_waiting:
-                raise QueueFull(f"{num_waiting} requests are waiting, and no more than that may")
+            check_room(request, len(self._schedule.waiting), self.num_queued_tokens, self.limits)
         except RequestRefused:
             self.metrics.num_requests_refused += 1
             raise
@@ -95,6 +107,13 @@ class Planner:
             return []
         chosen = [index for index in family.indices if indices is None or index in indices]
         return [self._end(family, index, FinishReason.CANCELLED) for index in chosen]
+
+    def fail(self, request_id: int, error: RequestFailed) -> list[Update]:
+        """As `cancel` of a whole request, but its sequences end as FAILED with `error`."""
+        family = self._families.get(request_id)
+        if family is None:
+            return []
+        return [self._end(family, index, FinishReason.FAILED, error) for index in family.indices]
 
     def cancel_all(self) -> list[Update]:
         """End every sequence; steps in flight are still to be committed."""
@@ -132,7 +151,7 @@ class Planner:
         """
         if not self._in_flight or self._in_flight[0].step is not step:
             raise ValueError(f"step {step.number} is not the oldest in flight")
-        _check_result(step, result, self.limits.vocab_size)
+        check_result(step, result, self.limits.vocab_size)
         flight = self._in_flight.popleft()
         self._last_committed = step.number
         updates: list[Update] = []
@@ -156,7 +175,7 @@ class Planner:
             cached_cells=table.cached,
             num_running=schedule.num_running,
             num_waiting=len(schedule.waiting),
-            queued_prefill_tokens=schedule.waiting.num_tokens + schedule.num_to_prefill,
+            queued_prefill_tokens=schedule.num_queued_tokens,
             step=self._last_committed,
         )
 
@@ -272,29 +291,3 @@ class Planner:
         """The cells of a sequence that has left, as soon as no step in flight holds them."""
         if sequence.has_left and not sequence.num_in_flight and sequence.cells_id is not None:
             self._memory.retire(sequence, reusable=sequence.finish_reason is not FinishReason.FAILED)
-
-
-def _check_result(step: Step, result: StepResult, vocab_size: int) -> None:
-    """Raise ValueError unless there is an outcome a chunk, and each output holds what its chunk asked for."""
-    if len(result.outcomes) != len(step.chunks):
-        raise ValueError(f"step {step.number} has {len(step.chunks)} chunks and {len(result.outcomes)} outcomes")
-    for chunk, outcome in zip(step.chunks, result.outcomes, strict=True):
-        if isinstance(outcome, RequestFailed):
-            continue
-        token = outcome.token
-        if (token is not None) != chunk.samples:
-            raise ValueError(
-                f"sequence {chunk.sequence_id} of step {step.number} "
-                f"{'samples' if chunk.samples else 'does not sample'}, and has {token}"
-            )
-        if token is not None and not 0 <= token < vocab_size:
-            raise ValueError(
-                f"sequence {chunk.sequence_id} of step {step.number} has token id {token}, "
-                f"and the vocabulary is [0, {vocab_size})"
-            )
-        num_targets = 0 if chunk.prompt_targets is None else len(chunk.prompt_targets)
-        if len(outcome.prompt_logprobs) != num_targets:
-            raise ValueError(
-                f"sequence {chunk.sequence_id} of step {step.number} has {len(outcome.prompt_logprobs)} "
-                f"of {num_targets} prompt log probabilities"
-            )

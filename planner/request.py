@@ -16,6 +16,7 @@ TokenArray = npt.NDArray[np.int64]
 CellArray = npt.NDArray[np.int32]
 
 MAX_TOP_LOGPROBS = 20
+MAX_TENANT = 64
 
 
 class FinishReason(Enum):
@@ -82,6 +83,9 @@ class Request:
     A request may continue a sequence that ran elsewhere: the last `num_generated` tokens of the prompt are then that
     sequence's own, for penalties to count as such. It goes before new requests of its priority. `max_tokens` and
     `min_tokens` count what is still to come, and `sampling.seed` is that of the sequence.
+
+    Within a priority, tenants share a worker by their weights. `deadline` is a time on `time.monotonic`'s clock of
+    the process that holds the request; the planner does not read it, since it has no clock.
     """
 
     prompt: TokenArray
@@ -93,6 +97,8 @@ class Request:
     priority: int = 0
     prompt_logprobs: bool = False
     num_generated: int = 0
+    tenant: str = ""
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         if self.prompt.ndim != 1 or self.prompt.dtype.kind not in "iu":
@@ -104,6 +110,8 @@ class Request:
         _in_range("n", self.n, 1, 2**16)
         _in_range("priority", self.priority, -(2**31), 2**31 - 1)
         _in_range("num_generated", self.num_generated, 0, len(self.prompt) - 1)
+        if len(self.tenant) > MAX_TENANT:
+            raise InvalidRequest(f"a tenant's name has at most {MAX_TENANT} characters", param="tenant")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,23 +6,27 @@ from planner.draft import Draft
 from planner.limits import Limits
 from planner.memory import Memory
 from planner.metrics import Metrics
+from planner.request import Request
+from planner.rotation import Rotation
 from planner.sequence import Sequence
 from planner.waiting import WaitingQueue
 
 
 class Schedule:
-    """Owner of the order of sequences: waiting ones by priority and arrival, running ones by admission.
+    """Owner of the order of sequences: waiting ones by priority, tenant and arrival, running ones by admission.
 
     A running sequence prefills until the last known token is planned; then it decodes. Those that prefill take turns.
+    Tenants share twice, and each time by what they got of it: the seats that waiting sequences wait for, charged with
+    all tokens, and the prefill tokens of a step.
     """
 
     def __init__(self, limits: Limits, memory: Memory, metrics: Metrics) -> None:
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(limits.tenant_weights)
         self._limits = limits
         self._memory = memory
         self._metrics = metrics
         self._running: dict[Sequence, None] = {}  # in admission order
-        self._rotation: dict[Sequence, None] = {}  # those that prefill; who was served longest ago comes first
+        self._rotation = Rotation(limits.prefill_chunk_tokens, limits.tenant_weights)  # those that prefill
 
     @property
     def busy(self) -> bool:
@@ -37,7 +41,16 @@ class Schedule:
     @property
     def num_to_prefill(self) -> int:
         """Tokens of running sequences that no step has fed yet; their cells are spoken for."""
-        return sum(sequence.num_to_feed for sequence in self._rotation)
+        return self._rotation.num_tokens
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that are still to be prefilled, of waiting and running sequences."""
+        return self.waiting.num_tokens + self.num_to_prefill
+
+    def tokens_before(self, request: Request) -> int:
+        """Tokens to prefill before the first turn of a request that came now: an estimate, and rather too few."""
+        return self.waiting.tokens_before(request) + self._rotation.tokens_before(request)
 
     def run_fork(self, sequence: Sequence) -> None:
         """A sequence just forked from a running one: it decodes from the start, in the slot kept for it."""
@@ -47,7 +60,7 @@ class Schedule:
         """Forget a sequence, whether it waits or runs."""
         if sequence in self._running:
             del self._running[sequence]
-            self._rotation.pop(sequence, None)
+            self._rotation.discard(sequence)
         else:
             self.waiting.remove(sequence)
 
@@ -64,17 +77,21 @@ class Schedule:
         return draft
 
     def advance(self, draft: Draft) -> None:
-        """The draft was packed: who prefilled goes to the back of the rotation, who has no more to prefill decodes."""
-        for sequence in draft.takes:
+        """The draft was packed: who prefilled goes to the back of the rotation, who has no more to prefill decodes.
+
+        Decodes are charged to their tenants; the prompts behind them were when they were admitted.
+        """
+        somebody_waits = len(self.waiting) > 0
+        for sequence, num_tokens in draft.takes.items():
             if sequence in self._rotation:
-                del self._rotation[sequence]
-                if sequence.num_to_feed > 0:
-                    self._rotation[sequence] = None
+                self._rotation.advance(sequence, num_tokens)
+            elif somebody_waits:
+                self.waiting.charge(sequence, num_tokens)
 
     def check(self) -> None:
         """Verify every invariant; for tests and debugging."""
         assert self.num_running <= self._limits.max_num_seqs, "more sequences run than may"
-        assert self._rotation.keys() <= self._running.keys(), "a sequence prefills without running"
+        assert all(sequence in self._running for sequence in self._rotation), "a sequence prefills without running"
         assert all(sequence.num_to_feed > 0 for sequence in self._rotation), "a sequence prefills nothing"
         assert all(sequence.cells_id is not None for sequence in self._running), "a sequence runs without cells"
         assert all(sequence not in self.waiting for sequence in self._running), "a sequence waits and runs"
@@ -96,12 +113,13 @@ class Schedule:
             promised = draft.num_tokens + self.num_to_prefill
             if not self._memory.admit(head, promised, certain=not self._running):
                 return
-            self.waiting.remove(head)
-            self._running[head] = self._rotation[head] = None
+            self.waiting.admit(head)
+            self._running[head] = None
+            self._rotation.add(head)
 
     def _draft_prefills(self, draft: Draft) -> None:
         """Turns of at most `prefill_chunk_tokens`, in passes over the rotation while the budget lasts."""
-        in_turn = sorted(self._rotation, key=lambda sequence: sequence.family.request.priority)
+        in_turn = self._rotation.turns()
         served = True
         while served:
             served = False

@@ -75,3 +75,29 @@ class StepResult:
     instead of an output; an executor does not run later slices of such a chunk for its sake."""
 
     outcomes: Sequence[ChunkOutput | RequestFailed]
+
+
+def check_result(step: Step, result: StepResult, vocab_size: int) -> None:
+    """Raise ValueError unless there is an outcome a chunk, and each output holds what its chunk asked for."""
+    if len(result.outcomes) != len(step.chunks):
+        raise ValueError(f"step {step.number} has {len(step.chunks)} chunks and {len(result.outcomes)} outcomes")
+    for chunk, outcome in zip(step.chunks, result.outcomes, strict=True):
+        if isinstance(outcome, RequestFailed):
+            continue
+        token = outcome.token
+        if (token is not None) != chunk.samples:
+            raise ValueError(
+                f"sequence {chunk.sequence_id} of step {step.number} "
+                f"{'samples' if chunk.samples else 'does not sample'}, and has {token}"
+            )
+        if token is not None and not 0 <= token < vocab_size:
+            raise ValueError(
+                f"sequence {chunk.sequence_id} of step {step.number} has token id {token}, "
+                f"and the vocabulary is [0, {vocab_size})"
+            )
+        num_targets = 0 if chunk.prompt_targets is None else len(chunk.prompt_targets)
+        if len(outcome.prompt_logprobs) != num_targets:
+            raise ValueError(
+                f"sequence {chunk.sequence_id} of step {step.number} has {len(outcome.prompt_logprobs)} "
+                f"of {num_targets} prompt log probabilities"
+            )

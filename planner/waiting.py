@@ -1,25 +1,81 @@
-"""The queue of sequences that wait for cells: by priority, then by arrival, whether new or preempted."""
+"""The queue of sequences that wait for cells, whether new or preempted.
+
+By class (priority, and what began elsewhere before what is new), then fairly by tenant, then by arrival.
+"""
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping
 
+from planner.request import Request
 from planner.sequence import Sequence
+from planner.shares import Shares
+
+ClassKey = tuple[int, bool]
+
+
+class _Line:
+    """Sequences of one tenant in one class, ordered by `Sequence.order`."""
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+        self.num_tokens = 0
+
+    def place(self, sequence: Sequence) -> int:
+        return bisect.bisect_left(self.sequences, sequence.order, key=lambda waiting: waiting.order)
+
+
+class _Class:
+    """The lines of one class, none of them empty, and what their tenants have had of late."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.lines: dict[str, _Line] = {}
+        self.shares = Shares(weights)
+
+    @property
+    def head(self) -> Sequence:
+        """The first one of the tenant whose turn it is. O(tenants that wait)."""
+        if len(self.lines) == 1:
+            return next(iter(self.lines.values())).sequences[0]
+        heads = ((self.shares.start(tenant), line.sequences[0].order) for tenant, line in self.lines.items())
+        return min(zip(heads, self.lines.values(), strict=True), key=lambda pair: pair[0])[1].sequences[0]
+
+    def tokens_before(self, tenant: str) -> int:
+        """Tokens of this class that go before what the tenant would add now."""
+        own = self.lines.get(tenant)
+        num_own = 0 if own is None else own.num_tokens
+        turn = self.shares.start(tenant) + num_own / self.shares.weight(tenant)
+        for other, line in self.lines.items():
+            if line is not own:
+                served = max(0.0, turn - self.shares.start(other)) * self.shares.weight(other)
+                num_own += min(line.num_tokens, int(served))
+        return num_own
 
 
 class WaitingQueue:
-    """Ordered by `Sequence.order`. Bounded by its owner, who refuses requests while it is full."""
+    """Bounded by its owner, who refuses requests while it is full.
 
-    def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
+    A class keeps account of its tenants for as long as somebody waits in it: with nobody waiting, what one tenant gets
+    is no loss of another.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """`weights` are tenants' shares; 1 for those that have none."""
+        self._weights = weights
+        self._classes: dict[ClassKey, _Class] = {}
+        self._num_sequences = 0
         self._num_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return self._num_sequences
 
     def __contains__(self, sequence: Sequence) -> bool:
-        at = self._place(sequence)
-        return at < len(self._sequences) and self._sequences[at] is sequence
+        line = self._line(sequence)
+        if line is None:
+            return False
+        at = line.place(sequence)
+        return at < len(line.sequences) and line.sequences[at] is sequence
 
     @property
     def num_tokens(self) -> int:
@@ -29,17 +85,57 @@ class WaitingQueue:
     @property
     def head(self) -> Sequence | None:
         """Who is next."""
-        return self._sequences[0] if self._sequences else None
+        return self._classes[min(self._classes)].head if self._classes else None
+
+    def tokens_before(self, request: Request) -> int:
+        """Waiting tokens that go before those of a request that came now, as far as known."""
+        key = class_key(request)
+        before = sum(line.num_tokens for k, c in self._classes.items() if k < key for line in c.lines.values())
+        return before + (self._classes[key].tokens_before(request.tenant) if key in self._classes else 0)
 
     def add(self, sequence: Sequence) -> None:
-        self._sequences.insert(self._place(sequence), sequence)
+        request = sequence.family.request
+        fair = self._classes.setdefault(class_key(request), _Class(self._weights))
+        line = fair.lines.setdefault(request.tenant, _Line())
+        line.sequences.insert(line.place(sequence), sequence)
+        line.num_tokens += len(sequence.tokens)
         self._num_tokens += len(sequence.tokens)
+        self._num_sequences += 1
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that waits."""
         assert sequence in self
-        del self._sequences[self._place(sequence)]
+        request = sequence.family.request
+        fair = self._classes[class_key(request)]
+        line = fair.lines[request.tenant]
+        del line.sequences[line.place(sequence)]
+        line.num_tokens -= len(sequence.tokens)
         self._num_tokens -= len(sequence.tokens)
+        self._num_sequences -= 1
+        if not line.sequences:
+            del fair.lines[request.tenant]
+        if not fair.lines:
+            del self._classes[class_key(request)]
 
-    def _place(self, sequence: Sequence) -> int:
-        return bisect.bisect_left(self._sequences, sequence.order, key=lambda waiting: waiting.order)
+    def admit(self, sequence: Sequence) -> None:
+        """Take out the head, whose tenant is charged the tokens that are left to prefill."""
+        request = sequence.family.request
+        self._classes[class_key(request)].shares.serve(request.tenant, sequence.num_to_feed)
+        self.remove(sequence)
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """A sequence that was admitted got more tokens; free of charge while nobody waits in its class."""
+        request = sequence.family.request
+        fair = self._classes.get(class_key(request))
+        if fair is not None:
+            fair.shares.charge(request.tenant, num_tokens)
+
+    def _line(self, sequence: Sequence) -> _Line | None:
+        request = sequence.family.request
+        fair = self._classes.get(class_key(request))
+        return None if fair is None else fair.lines.get(request.tenant)
+
+
+def class_key(request: Request) -> ClassKey:
+    """Lower goes first: priority, then what has begun elsewhere."""
+    return request.priority, not request.num_generated

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x11raycomb.worker.v1\"\x97\x01\n\x07\x43ommand\x12+\n\x06submit\x18\x01 \x01(\x0b\x32\x19.raycomb.worker.v1.SubmitH\x00\x12+\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x19.raycomb.worker.v1.CancelH\x00\x12\'\n\x04read\x18\x03 \x01(\x0b\x32\x17.raycomb.worker.v1.ReadH\x00\x42\t\n\x07\x63ommand\"\xe8\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0e\n\x06prompt\x18\x02 \x03(\x05\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x12\n\nmin_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\t\n\x01n\x18\x06 \x01(\r\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x17\n\x0fprompt_logprobs\x18\x08 \x01(\x08\x12-\n\x08sampling\x18\t \x01(\x0b\x32\x1b.raycomb.worker.v1.Sampling\x12\x15\n\rnum_generated\x18\n \x01(\r\"\xc1\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.raycomb.worker.v1.Sampling.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"-\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\"\x1c\n\x04Read\x12\x14\n\x0cnum_messages\x18\x01 \x01(\x04\"\xc8\x01\n\x0bStepUpdates\x12+\n\x04info\x18\x01 \x01(\x0b\x32\x1d.raycomb.worker.v1.WorkerInfo\x12\x32\n\x07updates\x18\x02 \x03(\x0b\x32!.raycomb.worker.v1.SequenceUpdate\x12-\n\x08snapshot\x18\x03 \x01(\x0b\x32\x1b.raycomb.worker.v1.Snapshot\x12)\n\x06\x62locks\x18\x04 \x01(\x0b\x32\x19.raycomb.worker.v1.Blocks\"(\n\x06\x42locks\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x01 \x03(\x06\x12\x0f\n\x07removed\x18\x02 \x03(\x06\"\xd3\x01\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x04 \x01(\r\x12\x11\n\tnum_cells\x18\x05 \x01(\r\x12\x1a\n\x12max_prefill_tokens\x18\x06 \x01(\r\x12\x1a\n\x12min_prefill_tokens\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\r\n\x05\x64type\x18\n \x01(\t\"\xae\x02\n\x0eSequenceUpdate\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\x05\x12\x32\n\x08logprobs\x18\x04 \x03(\x0b\x32 .raycomb.worker.v1.TokenLogprobs\x12\x39\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32 .raycomb.worker.v1.TokenLogprobs\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x36\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1f.raycomb.worker.v1.FinishReason\x12\'\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x18.raycomb.worker.v1.Error\"j\n\rTokenLogprobs\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\ntop_tokens\x18\x03 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x01\x42\n\n\x08_logprob\"L\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"\xc4\x01\n\x08Snapshot\x12\x10\n\x08\x63\x61pacity\x18\x01 \x01(\r\x12\x12\n\nfree_cells\x18\x02 \x01(\r\x12\x13\n\x0bowned_cells\x18\x03 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_cells\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x07 \x01(\x04\x12\x0c\n\x04step\x18\x08 \x01(\x04\x12\x10\n\x08\x64raining\x18\t \x01(\x08*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x18\n\x14\x46INISH_REASON_FAILED\x10\x04\x12\x19\n\x15\x46INISH_REASON_REFUSED\x10\x05\x32R\n\x06Worker\x12H\n\x06\x41ttach\x12\x1a.raycomb.worker.v1.Command\x1a\x1e.raycomb.worker.v1.StepUpdates(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x11raycomb.worker.v1\"\x97\x01\n\x07\x43ommand\x12+\n\x06submit\x18\x01 \x01(\x0b\x32\x19.raycomb.worker.v1.SubmitH\x00\x12+\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x19.raycomb.worker.v1.CancelH\x00\x12\'\n\x04read\x18\x03 \x01(\x0b\x32\x17.raycomb.worker.v1.ReadH\x00\x42\t\n\x07\x63ommand\"\xa0\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0e\n\x06prompt\x18\x02 \x03(\x05\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x12\n\nmin_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\t\n\x01n\x18\x06 \x01(\r\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x17\n\x0fprompt_logprobs\x18\x08 \x01(\x08\x12-\n\x08sampling\x18\t \x01(\x0b\x32\x1b.raycomb.worker.v1.Sampling\x12\x15\n\rnum_generated\x18\n \x01(\r\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x17\n\ntimeout_ms\x18\x0c \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_timeout_ms\"\xc1\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.raycomb.worker.v1.Sampling.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"-\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\"\x1c\n\x04Read\x12\x14\n\x0cnum_messages\x18\x01 \x01(\x04\"\xc8\x01\n\x0bStepUpdates\x12+\n\x04info\x18\x01 \x01(\x0b\x32\x1d.raycomb.worker.v1.WorkerInfo\x12\x32\n\x07updates\x18\x02 \x03(\x0b\x32!.raycomb.worker.v1.SequenceUpdate\x12-\n\x08snapshot\x18\x03 \x01(\x0b\x32\x1b.raycomb.worker.v1.Snapshot\x12)\n\x06\x62locks\x18\x04 \x01(\x0b\x32\x19.raycomb.worker.v1.Blocks\"(\n\x06\x42locks\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x01 \x03(\x06\x12\x0f\n\x07removed\x18\x02 \x03(\x06\"\xd3\x01\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x04 \x01(\r\x12\x11\n\tnum_cells\x18\x05 \x01(\r\x12\x1a\n\x12max_prefill_tokens\x18\x06 \x01(\r\x12\x1a\n\x12min_prefill_tokens\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\r\n\x05\x64type\x18\n \x01(\t\"\xae\x02\n\x0eSequenceUpdate\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\x05\x12\x32\n\x08logprobs\x18\x04 \x03(\x0b\x32 .raycomb.worker.v1.TokenLogprobs\x12\x39\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32 .raycomb.worker.v1.TokenLogprobs\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x36\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1f.raycomb.worker.v1.FinishReason\x12\'\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x18.raycomb.worker.v1.Error\"j\n\rTokenLogprobs\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\ntop_tokens\x18\x03 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x01\x42\n\n\x08_logprob\"L\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"\xfc\x01\n\x08Snapshot\x12\x10\n\x08\x63\x61pacity\x18\x01 \x01(\r\x12\x12\n\nfree_cells\x18\x02 \x01(\r\x12\x13\n\x0bowned_cells\x18\x03 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_cells\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x07 \x01(\x04\x12\x0c\n\x04step\x18\x08 \x01(\x04\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x1f\n\x12queue_tokens_per_s\x18\n \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_queue_tokens_per_s*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x18\n\x14\x46INISH_REASON_FAILED\x10\x04\x12\x19\n\x15\x46INISH_REASON_REFUSED\x10\x05\x32R\n\x06Worker\x12H\n\x06\x41ttach\x12\x1a.raycomb.worker.v1.Command\x1a\x1e.raycomb.worker.v1.StepUpdates(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1982
-  _globals['_FINISHREASON']._serialized_end=2159
+  _globals['_FINISHREASON']._serialized_start=2094
+  _globals['_FINISHREASON']._serialized_end=2271
   _globals['_COMMAND']._serialized_start=43
   _globals['_COMMAND']._serialized_end=194
   _globals['_SUBMIT']._serialized_start=197
-  _globals['_SUBMIT']._serialized_end=429
-  _globals['_SAMPLING']._serialized_start=432
-  _globals['_SAMPLING']._serialized_end=753
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=692
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=740
-  _globals['_CANCEL']._serialized_start=755
-  _globals['_CANCEL']._serialized_end=800
-  _globals['_READ']._serialized_start=802
-  _globals['_READ']._serialized_end=830
-  _globals['_STEPUPDATES']._serialized_start=833
-  _globals['_STEPUPDATES']._serialized_end=1033
-  _globals['_BLOCKS']._serialized_start=1035
-  _globals['_BLOCKS']._serialized_end=1075
-  _globals['_WORKERINFO']._serialized_start=1078
-  _globals['_WORKERINFO']._serialized_end=1289
-  _globals['_SEQUENCEUPDATE']._serialized_start=1292
-  _globals['_SEQUENCEUPDATE']._serialized_end=1594
-  _globals['_TOKENLOGPROBS']._serialized_start=1596
-  _globals['_TOKENLOGPROBS']._serialized_end=1702
-  _globals['_ERROR']._serialized_start=1704
-  _globals['_ERROR']._serialized_end=1780
-  _globals['_SNAPSHOT']._serialized_start=1783
-  _globals['_SNAPSHOT']._serialized_end=1979
-  _globals['_WORKER']._serialized_start=2161
-  _globals['_WORKER']._serialized_end=2243
+  _globals['_SUBMIT']._serialized_end=485
+  _globals['_SAMPLING']._serialized_start=488
+  _globals['_SAMPLING']._serialized_end=809
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=748
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=796
+  _globals['_CANCEL']._serialized_start=811
+  _globals['_CANCEL']._serialized_end=856
+  _globals['_READ']._serialized_start=858
+  _globals['_READ']._serialized_end=886
+  _globals['_STEPUPDATES']._serialized_start=889
+  _globals['_STEPUPDATES']._serialized_end=1089
+  _globals['_BLOCKS']._serialized_start=1091
+  _globals['_BLOCKS']._serialized_end=1131
+  _globals['_WORKERINFO']._serialized_start=1134
+  _globals['_WORKERINFO']._serialized_end=1345
+  _globals['_SEQUENCEUPDATE']._serialized_start=1348
+  _globals['_SEQUENCEUPDATE']._serialized_end=1650
+  _globals['_TOKENLOGPROBS']._serialized_start=1652
+  _globals['_TOKENLOGPROBS']._serialized_end=1758
+  _globals['_ERROR']._serialized_start=1760
+  _globals['_ERROR']._serialized_end=1836
+  _globals['_SNAPSHOT']._serialized_start=1839
+  _globals['_SNAPSHOT']._serialized_end=2091
+  _globals['_WORKER']._serialized_start=2273
+  _globals['_WORKER']._serialized_end=2355
 # @@protoc_insertion_point(module_scope)

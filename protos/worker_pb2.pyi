@@ -33,7 +33,7 @@ class Command(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., read: _Optional[_Union[Read, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "prompt", "max_tokens", "min_tokens", "stop_token_ids", "n", "priority", "prompt_logprobs", "sampling", "num_generated")
+    __slots__ = ("request_id", "prompt", "max_tokens", "min_tokens", "stop_token_ids", "n", "priority", "prompt_logprobs", "sampling", "num_generated", "tenant", "timeout_ms")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,8 @@ class Submit(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -54,7 +56,9 @@ class Submit(_message.Message):
     prompt_logprobs: bool
     sampling: Sampling
     num_generated: int
-    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_generated: _Optional[int] = ...) -> None: ...
+    tenant: str
+    timeout_ms: int
+    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_generated: _Optional[int] = ..., tenant: _Optional[str] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs")
@@ -190,7 +194,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., param: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("capacity", "free_cells", "owned_cells", "cached_cells", "num_running", "num_waiting", "queued_prefill_tokens", "step", "draining")
+    __slots__ = ("capacity", "free_cells", "owned_cells", "cached_cells", "num_running", "num_waiting", "queued_prefill_tokens", "step", "draining", "queue_tokens_per_s")
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     FREE_CELLS_FIELD_NUMBER: _ClassVar[int]
     OWNED_CELLS_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +204,7 @@ class Snapshot(_message.Message):
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     capacity: int
     free_cells: int
     owned_cells: int
@@ -209,4 +214,5 @@ class Snapshot(_message.Message):
     queued_prefill_tokens: int
     step: int
     draining: bool
-    def __init__(self, capacity: _Optional[int] = ..., free_cells: _Optional[int] = ..., owned_cells: _Optional[int] = ..., cached_cells: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., step: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    queue_tokens_per_s: float
+    def __init__(self, capacity: _Optional[int] = ..., free_cells: _Optional[int] = ..., owned_cells: _Optional[int] = ..., cached_cells: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., step: _Optional[int] = ..., draining: _Optional[bool] = ..., queue_tokens_per_s: _Optional[float] = ...) -> None: ...

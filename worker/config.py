@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -38,6 +39,8 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: int | None = Field(default=None, ge=2)
     prefill_chunk_tokens: int = Field(default=256, ge=1)
     max_waiting: int = Field(default=2048, ge=1)
+    max_waiting_tokens: int = Field(default=2**24, ge=1)
+    tenant_weights: Mapping[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     prefix_caching: bool = True
     num_threads: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**64)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 from planner.blocks import BlockChanges
 from planner.errors import InvalidConfiguration, RequestRefused, Unavailable, WorkerLost
@@ -25,7 +26,8 @@ from planner.step import Step
 from worker.desk import Desk, News
 from worker.executor import Executor, ProgramInfo
 from worker.inbox import Inbox, Mail
-from worker.stats import EngineStats, kind_of
+from worker.patience import Patience
+from worker.stats import EngineStats, kind_of, num_prefilled
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +186,16 @@ class Engine:
             raise
 
 
+class _Launched(NamedTuple):
+    """A step in flight. `num_dequeued`: prompt tokens that it took off the queue, those found cached included;
+    `left_some`: more are queued than it could take."""
+
+    step: Step
+    at: float
+    num_dequeued: int
+    left_some: bool
+
+
 class _Loop:
     """What the engine thread does. Owner of planner, executor and books; lives on that thread. What may be read
     anywhere: `info`, `stats` and `snapshot` (immutable values, replaced whole), and `metrics` (counters that only
@@ -205,7 +217,8 @@ class _Loop:
         self._inbox = inbox
         self._desk: Desk[Client] = Desk()
         self._newcomers: set[Client] = set()
-        self._in_flight: deque[tuple[Step, float]] = deque()
+        self._patience = Patience(self._planner)
+        self._in_flight: deque[_Launched] = deque()
         self._settled_at = 0.0
         self._has_news = False
         self._check_cells = check_cells
@@ -214,6 +227,7 @@ class _Loop:
     def run(self) -> None:
         """Take turns until told to stop. Raises what planner or executor raised."""
         while not self._read_mail().stopping:
+            self._expire()
             step = self._launch()
             if self._in_flight and (step is None or len(self._in_flight) == self._depth):
                 self._settle()
@@ -255,25 +269,35 @@ class _Loop:
 
     def _submit(self, client: Client, key: int, request: Request) -> None:
         try:
-            request_id = self._planner.submit(request)
+            request_id = self._patience.submit(request, time.monotonic())
         except RequestRefused as refusal:
             self._desk.refuse(client, key, refusal)
         else:
             self._desk.accept(client, key, request_id, request.n)
 
+    def _expire(self) -> None:
+        if expired := self._patience.expire(time.monotonic()):
+            self._desk.note(expired)
+            self._has_news = True
+
     def _launch(self) -> Step | None:
+        num_hits = self.metrics.num_prefix_hits
         step = self._planner.plan()
         if step is not None:
-            self._in_flight.append((step, time.monotonic()))
+            left_some = self._planner.num_queued_tokens > 0
+            num_dequeued = num_prefilled(step) + self.metrics.num_prefix_hits - num_hits if left_some else 0
+            self._in_flight.append(_Launched(step, time.monotonic(), num_dequeued, left_some))
             self._executor.launch(step)
         assert self._in_flight or not self._planner.has_work, "the planner has work and plans nothing"
         return step
 
     def _settle(self) -> None:
         result = self._executor.collect()
-        step, launched_at = self._in_flight.popleft()
+        step, launched_at, num_dequeued, left_some = self._in_flight.popleft()
         now = time.monotonic()
-        self.stats = self.stats.after_step(kind_of(step), now - max(launched_at, self._settled_at))
+        seconds = now - max(launched_at, self._settled_at)
+        self.stats = self.stats.after_step(kind_of(step), seconds)
+        self._patience.rate.note_step(num_dequeued, seconds, left_some=left_some)
         self._settled_at = now
         self._desk.note(self._planner.commit(step, result))
         if self._check_cells:
@@ -282,7 +306,9 @@ class _Loop:
 
     def _report(self) -> None:
         if self._has_news:
-            self.snapshot = self._planner.snapshot()
+            rate = self._patience.rate.tokens_per_s
+            self.snapshot = replace(self._planner.snapshot(), queue_tokens_per_s=rate)
+            self._inbox.advise(self._patience.retry_after_s)
             self._deliver()
 
     def _deliver(self) -> None:

@@ -75,6 +75,8 @@ def limits_for(config: EngineConfig, info: ProgramInfo, max_steps_in_flight: int
         max_batched_tokens=config.batched_tokens(info.max_prefill_tokens),
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         max_waiting=config.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
         max_steps_in_flight=max_steps_in_flight,
         prefix_caching=config.prefix_caching,
+        tenant_weights=config.tenant_weights,
     )

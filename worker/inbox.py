@@ -43,8 +43,8 @@ class Mail(Generic[C]):
 
 
 class Inbox(Generic[C]):
-    """Owner: the engine, which alone calls `take` and `forget`. Every other method may be called on any thread,
-    returns at once, and may be called from inside a listener."""
+    """Owner: the engine, which alone calls `take`, `advise` and `forget`. Every other method may be called on any
+    thread, returns at once, and may be called from inside a listener."""
 
     def __init__(self, size: int) -> None:
         """`size`: submits that may wait to be looked at."""
@@ -54,6 +54,7 @@ class Inbox(Generic[C]):
         self._live: dict[C, set[int]] = {}
         self._refusing: str | None = None
         self._stopped = False
+        self._retry_after_s = 1.0
 
     def connect(self, client: C) -> None:
         """Raises `Unavailable` once requests are refused."""
@@ -73,7 +74,9 @@ class Inbox(Generic[C]):
             if key in live:
                 raise InvalidRequest(f"request {key} is already running", param="request_id")
             if len(self._mail.submits) >= self._size:
-                raise QueueFull(f"the worker's inbox holds {self._size} requests already")
+                raise QueueFull(
+                    f"the worker's inbox holds {self._size} requests already", retry_after_s=self._retry_after_s
+                )
             live.add(key)
             self._mail.submits.append(Submit(client, key, request))
             self._condition.notify()
@@ -118,6 +121,11 @@ class Inbox(Generic[C]):
                 self._condition.wait()
             mail, self._mail = self._mail, Mail()
             return mail
+
+    def advise(self, retry_after_s: float) -> None:
+        """What to tell those that are turned away while the inbox is full."""
+        with self._condition:
+            self._retry_after_s = retry_after_s
 
     def live(self) -> list[tuple[C, int]]:
         """Keys that were submitted and have not had their last news, of clients that are not closed."""

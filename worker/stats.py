@@ -23,6 +23,11 @@ def kind_of(step: Step) -> StepKind:
     return StepKind.MIXED if decodes else StepKind.PREFILL
 
 
+def num_prefilled(step: Step) -> int:
+    """Tokens of its chunks that are no decodes."""
+    return sum(chunk.length for chunk in step.chunks if chunk.length > 1 or not chunk.samples)
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """Durations of the steps of one kind, in seconds."""

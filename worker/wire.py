@@ -5,12 +5,14 @@ Used by worker and gateway alike, so it is free of torch and of grpc. Not for HT
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable
 
 import numpy as np
 
 from planner.blocks import BlockChanges
-from planner.errors import InvalidRequest, QueueFull, RaycombError, RequestRefused, error_from_code
+from planner.errors import DeadlineUnmeetable, InvalidRequest, QueueFull, RaycombError, RequestRefused, error_from_code
 from planner.limits import Snapshot
 from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, Update
 from protos import worker_pb2 as pb
@@ -60,11 +62,13 @@ def request_to_proto(request_id: int, request: Request) -> pb.Submit:
         prompt_logprobs=request.prompt_logprobs,
         sampling=_sampling_to_proto(request.sampling),
         num_generated=request.num_generated,
+        tenant=request.tenant,
+        timeout_ms=None if request.deadline is None else _milliseconds(request.deadline - time.monotonic()),
     )
 
 
 def request_from_proto(submit: pb.Submit) -> Request:
-    """The request of a `Submit`. Raises `InvalidRequest` for what no planner would take."""
+    """The request of a `Submit` that came now. Raises `InvalidRequest` for what no planner would take."""
     if not submit.HasField("sampling"):
         raise InvalidRequest("the request has no sampling parameters", param="sampling")
     return Request(
@@ -77,6 +81,8 @@ def request_from_proto(submit: pb.Submit) -> Request:
         priority=submit.priority,
         prompt_logprobs=submit.prompt_logprobs,
         num_generated=submit.num_generated,
+        tenant=submit.tenant,
+        deadline=time.monotonic() + submit.timeout_ms / 1000 if submit.HasField("timeout_ms") else None,
     )
 
 
@@ -126,7 +132,7 @@ def update_from_proto(message: pb.SequenceUpdate) -> Update | RequestRefused:
 
 def error_to_proto(error: RaycombError) -> pb.Error:
     message = pb.Error(code=error.code, message=error.message, param=error.param or "")
-    if isinstance(error, QueueFull):
+    if isinstance(error, QueueFull | DeadlineUnmeetable):
         message.retry_after_s = error.retry_after_s
     return message
 
@@ -134,7 +140,7 @@ def error_to_proto(error: RaycombError) -> pb.Error:
 def error_from_proto(message: pb.Error) -> RaycombError:
     """The typed error; one of a newer peer that is unknown here becomes a plain `RequestFailed`."""
     error = error_from_code(message.code, message.message, message.param or None)
-    if isinstance(error, QueueFull):
+    if isinstance(error, QueueFull | DeadlineUnmeetable):
         error.retry_after_s = message.retry_after_s
     return error
 
@@ -151,6 +157,7 @@ def snapshot_to_proto(snapshot: Snapshot, *, draining: bool = False) -> pb.Snaps
         queued_prefill_tokens=snapshot.queued_prefill_tokens,
         step=snapshot.step,
         draining=draining,
+        queue_tokens_per_s=snapshot.queue_tokens_per_s,
     )
 
 
@@ -165,6 +172,7 @@ def snapshot_from_proto(message: pb.Snapshot) -> Snapshot:
         num_waiting=message.num_waiting,
         queued_prefill_tokens=message.queued_prefill_tokens,
         step=message.step,
+        queue_tokens_per_s=message.queue_tokens_per_s if message.HasField("queue_tokens_per_s") else None,
     )
 
 
@@ -205,6 +213,10 @@ def _sampling_from_proto(message: pb.Sampling) -> SamplingParams:
         logit_bias=tuple(sorted(message.logit_bias.items())),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(0, math.ceil(seconds * 1000))
 
 
 def _logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
