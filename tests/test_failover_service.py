@@ -153,7 +153,7 @@ async def test_killed_workers_change_no_answer(
 ) -> None:
     """The second is killed while the first is being replaced: for a while there is no worker at all."""
     answers, num_events = undisturbed
-    chance = random.Random()
+    chance = random.Random(4)
     victims = await asyncio.to_thread(two_workers, smollm2_service)
     moments = [chance.randint(1, num_events // 3), chance.randint(num_events // 3, num_events // 2)]
 
@@ -173,7 +173,7 @@ async def test_a_frozen_worker_changes_no_answer(
     smollm2_service: ServiceProcess, api_key: str, undisturbed: tuple[list[Answer], int]
 ) -> None:
     answers, num_events = undisturbed
-    moment = random.Random().randint(1, num_events // 3)
+    moment = random.Random(5).randint(1, num_events // 3)
     frozen = (await asyncio.to_thread(two_workers, smollm2_service))[0]
 
     def disturb(event: int) -> None:
