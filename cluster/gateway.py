@@ -40,7 +40,11 @@ class Gateway(GrpcMethods):
     async def __init__(self, config: ServiceConfig, workers: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         text = await asyncio.to_thread(lambda: load_text(resolve(config.engine.model)))
         replica_tag = serve.get_replica_context().replica_tag
-        router = Router(max_waiting=config.engine.max_waiting, offset=zlib.crc32(replica_tag.encode()))
+        router = Router(
+            max_waiting=config.engine.max_waiting,
+            max_waiting_tokens=config.engine.max_waiting_tokens,
+            offset=zlib.crc32(replica_tag.encode()),
+        )
         limits = FailoverLimits(config.failover_timeout_s, config.max_failovers, config.stall_timeout_s)
         self._streams = Streams(config.model_name, config.secret.get_secret_value(), router, limits)
         self._maker = AnswerMaker(Service(self._streams, text, config.http))

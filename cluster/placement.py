@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.errors import QueueFull, Unavailable
-
-MAX_RETRY_AFTER_S = 30.0
+from worker.queue_rate import retry_after_s
 
 HOT_RATIO = 1.25
 HOT_SEQUENCES = 4
@@ -49,6 +48,7 @@ class Candidate(NamedTuple):
 
     `free_cells` counts cells that no running sequence owns (free or cached). `num_seats_wanted` counts sequences that
     run or wait to, `num_waiting` requests that wait. `max_prefill_tokens` is W.
+    `queue_tokens_per_s` is how fast the queued tokens are done; 0 where it is not known.
     """
 
     accepts: bool
@@ -59,7 +59,9 @@ class Candidate(NamedTuple):
     queued_prefill_tokens: int
     max_num_seqs: int
     max_waiting: int
+    max_waiting_tokens: int
     max_prefill_tokens: int
+    queue_tokens_per_s: int
 
 
 class Candidates:
@@ -91,13 +93,15 @@ def able(candidates: Candidates, rows: Int64Array) -> Int64Array | Unavailable |
     if not len(accepting):
         return Unavailable("no worker takes requests now: all are starting, draining or gone")
     num_waiting = candidates.column("num_waiting")[accepting]
-    with_room = accepting[num_waiting < candidates.column("max_waiting")[accepting]]
-    if not len(with_room):
-        generations = num_waiting / candidates.column("max_num_seqs")[accepting]
-        return QueueFull(
-            f"the queues of all {len(accepting)} workers are full", retry_after_s=_retry_after_s(generations.min())
-        )
-    return with_room
+    num_tokens = candidates.column("queued_prefill_tokens")[accepting]
+    has_room = num_waiting < candidates.column("max_waiting")[accepting]
+    has_room &= num_tokens < candidates.column("max_waiting_tokens")[accepting]
+    if not has_room.any():
+        rates = candidates.column("queue_tokens_per_s")[accepting]
+        queues = zip(num_tokens.tolist(), rates.tolist(), strict=True)
+        waits_s = [retry_after_s(num_queued, rate or None) for num_queued, rate in queues]
+        return QueueFull(f"the queues of all {len(accepting)} workers are full", retry_after_s=min(waits_s))
+    return accepting[has_room]
 
 
 def assign(need: Need, candidates: Candidates, rows: Int64Array, cached_tokens: Int64Array, turn: int = 0) -> int:
@@ -129,8 +133,3 @@ def _expected_waits(need: Need, candidates: Candidates, rows: Int64Array, cached
 def _far_above_mean(load: Int64Array, slack: int | Int64Array) -> npt.NDArray[np.bool_]:
     far: npt.NDArray[np.bool_] = load > HOT_RATIO * load.mean() + slack
     return far
-
-
-def _retry_after_s(generations: float) -> float:
-    """A second for each generation of running sequences that must end before the queue has moved up once."""
-    return min(MAX_RETRY_AFTER_S, 1.0 + float(generations))

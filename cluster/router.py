@@ -5,6 +5,7 @@ Owner: the gateway's event loop. Decides by `cluster.placement`; moves no bytes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import count
@@ -64,7 +65,8 @@ class _Sent:
 
 @dataclass(slots=True)
 class _View:
-    """`unseen` are those of `sent` that the snapshot may not count yet; by request id both."""
+    """`unseen` are those of `sent` that the snapshot may not count yet; by request id both. `num_cached` are the tokens
+    expected to be found resident of those that it does count: while they wait, they are in its queued tokens."""
 
     info: WorkerInfo
     row: int
@@ -72,6 +74,7 @@ class _View:
     draining: bool = False
     sent: dict[int, _Sent] = field(default_factory=dict)
     unseen: dict[int, _Sent] = field(default_factory=dict)
+    num_cached: int = 0
 
     @property
     def step(self) -> int:
@@ -81,13 +84,14 @@ class _View:
 class Router:
     """Assigns requests to the workers that take them now.
 
-    `max_waiting` is the bound of a worker's own queue. `offset` turns the order in which ties are broken, so that
-    several gateways with equal views do not all start at the same worker.
+    `max_waiting` and `max_waiting_tokens` are the bounds of a worker's own queue. `offset` turns the order in which
+    ties are broken, so that several gateways with equal views do not all start at the same worker.
     """
 
-    def __init__(self, *, max_waiting: int, offset: int = 0) -> None:
+    def __init__(self, *, max_waiting: int, max_waiting_tokens: int = 2**24, offset: int = 0) -> None:
         self.predictions = Predictions()
         self._max_waiting = max_waiting
+        self._max_waiting_tokens = max_waiting_tokens
         self._offset = offset
         self._views: dict[str, _View] = {}
         self._by_row: dict[int, _View] = {}
@@ -122,7 +126,7 @@ class Router:
         view.draining = draining
         seen = [key for key, sent in view.unseen.items() if sent.step + STEPS_UNTIL_SEEN <= snapshot.step]
         for request_id in seen:
-            del view.unseen[request_id]
+            view.num_cached += view.unseen.pop(request_id).num_cached
         self._judge(view)
 
     def learn(self, worker_id: str, changes: BlockChanges) -> None:
@@ -140,8 +144,9 @@ class Router:
         if view is None or sent is None:
             return
         self._residents.settle(view.row, sent.expected_blocks)
-        if view.unseen.pop(request_id, None) is not None:
-            self._judge(view)
+        if view.unseen.pop(request_id, None) is None:
+            view.num_cached -= sent.num_cached
+        self._judge(view)
         if num_cached_tokens is not None:
             self.predictions.num_requests += 1
             self.predictions.num_prompt_tokens += sent.need.prompt_tokens
@@ -189,6 +194,7 @@ class Router:
         running = 0 if snapshot is None else snapshot.num_running
         waiting = 0 if snapshot is None else snapshot.num_waiting
         free = info.num_cells if snapshot is None else snapshot.free_cells + snapshot.cached_cells
+        queued = 0 if snapshot is None else max(0, snapshot.queued_prefill_tokens - view.num_cached)
         wanted, prefill = running + waiting, 0
         for sent in view.unseen.values():
             num_sequences = sent.need.num_sequences
@@ -204,8 +210,10 @@ class Router:
             num_running=running,
             num_seats_wanted=wanted,
             num_waiting=waiting,
-            queued_prefill_tokens=prefill + (0 if snapshot is None else snapshot.queued_prefill_tokens),
+            queued_prefill_tokens=queued + prefill,
             max_num_seqs=info.max_num_seqs,
             max_waiting=self._max_waiting,
+            max_waiting_tokens=self._max_waiting_tokens,
             max_prefill_tokens=info.max_prefill_tokens,
+            queue_tokens_per_s=0 if snapshot is None else math.ceil(snapshot.queue_tokens_per_s or 0),
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from planner.errors import QueueFull, WorkerLost
+from planner.errors import DeadlineExceeded, QueueFull, WorkerLost
 from planner.limits import Limits
 from planner.planner import Planner
 from planner.request import FinishReason, Request, Update
@@ -70,7 +70,9 @@ class PlannerLife:
     def submit(self, request: Request) -> int | None:
         """The request's id, or None where the queue was full."""
         before = self.planner.snapshot()
-        if before.num_waiting >= self.limits.max_waiting:
+        num_queued = before.queued_prefill_tokens
+        overfull = 0 < num_queued > self.limits.max_waiting_tokens - len(request.prompt)
+        if overfull or before.num_waiting >= self.limits.max_waiting:
             with pytest.raises(QueueFull):
                 self.planner.submit(request)
             self.num_refused += 1
@@ -87,6 +89,16 @@ class PlannerLife:
         updates = self.planner.cancel(request_id, indices)
         assert {(update.request_id, update.index) for update in updates} == expected
         assert all(update.finish_reason is FinishReason.CANCELLED for update in updates)
+        self.hear(updates)
+
+    def expire(self, request_id: int) -> None:
+        """As the engine does with a request that has run out of time."""
+        expected = {(request_id, index) for index in range(self.requests[request_id].n)} - self.ended.keys()
+        updates = self.planner.fail(request_id, DeadlineExceeded("out of time"))
+        assert {(update.request_id, update.index) for update in updates} == expected
+        assert all(update.finish_reason is FinishReason.FAILED for update in updates)
+        assert all(isinstance(update.error, DeadlineExceeded) for update in updates)
+        assert request_id not in self.planner.live
         self.hear(updates)
 
     def cancel_all(self) -> None:

@@ -47,6 +47,7 @@ def requests(draw: st.DrawFn, *, vocab_size: int, max_prompt: int, max_tokens: i
         priority=draw(st.sampled_from([0, 0, 0, -1, 1])),
         prompt_logprobs=prompt_logprobs,
         num_generated=min(draw(st.sampled_from([0, 0, 0, 2])), len(prompt) - 1),
+        tenant=draw(st.sampled_from(["", "", "a", "b"])),
     )
 
 
@@ -66,6 +67,8 @@ def tight_limits(draw: st.DrawFn, *, vocab_size: int) -> Limits:
         max_batched_tokens=draw(st.integers(max_num_seqs + 1, 16)),
         prefill_chunk_tokens=draw(st.integers(1, 8)),
         max_waiting=draw(st.integers(2, 8)),
+        max_waiting_tokens=draw(st.sampled_from([24, 2**24])),
+        tenant_weights=draw(st.sampled_from([{}, {"a": 3.0}, {"": 0.5, "b": 2.0}])),
         max_steps_in_flight=draw(st.integers(1, 2)),
         prefix_caching=draw(st.sampled_from([True, True, False])),
     )

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.placement import MAX_RETRY_AFTER_S, Candidate, Candidates, Need, able, assign
+from cluster.placement import Candidate, Candidates, Need, able, assign
 from cluster.router import Predictions, Router, WorkerInfo
 from planner.blocks import BlockChanges, block_hashes
 from planner.errors import QueueFull, RaycombError, Unavailable
 from planner.limits import Snapshot
 from planner.request import Request
+from worker.queue_rate import LONGEST_RETRY_S
 
 IDLE = Candidate(
     accepts=True,
@@ -26,7 +27,9 @@ IDLE = Candidate(
     queued_prefill_tokens=0,
     max_num_seqs=8,
     max_waiting=16,
+    max_waiting_tokens=100_000,
     max_prefill_tokens=64,
+    queue_tokens_per_s=0,
 )
 
 counts = st.integers(0, 40)
@@ -45,7 +48,9 @@ def candidates(draw: st.DrawFn) -> Candidate:
         queued_prefill_tokens=draw(st.integers(0, 5000)),
         max_num_seqs=draw(st.integers(1, 40)),
         max_waiting=draw(st.integers(1, 40)),
+        max_waiting_tokens=draw(st.integers(1, 5000)),
         max_prefill_tokens=draw(st.integers(2, 512)),
+        queue_tokens_per_s=draw(st.integers(0, 1000)),
     )
 
 
@@ -109,10 +114,19 @@ def test_a_hot_worker_loses_its_affinity_and_the_others_keep_theirs() -> None:
 
 
 def test_full_queues_say_when_to_come_again() -> None:
-    full = IDLE._replace(num_waiting=16)
-    refusal = choose(Need(10, 1), [full, full])
-    assert isinstance(refusal, QueueFull)
-    assert refusal.retry_after_s == 3.0
+    """As soon as the first queue is through, at the rate that its worker measured."""
+    full = IDLE._replace(num_waiting=16, queued_prefill_tokens=3500, queue_tokens_per_s=100)
+    overfull = IDLE._replace(queued_prefill_tokens=4000, max_waiting_tokens=4000, queue_tokens_per_s=500)
+    for fleet, seconds in (([full, overfull], 8.0), ([full], 35.0), ([full._replace(queue_tokens_per_s=0)], 1.0)):
+        refusal = choose(Need(10, 1), fleet)
+        assert isinstance(refusal, QueueFull)
+        assert refusal.retry_after_s == seconds
+
+
+def test_a_queue_may_be_full_of_tokens() -> None:
+    overfull = IDLE._replace(queued_prefill_tokens=4000, max_waiting_tokens=4000)
+    assert choose(Need(1, 1), [overfull, IDLE]) == 1
+    assert isinstance(choose(Need(1, 1), [overfull]), QueueFull)
 
 
 @given(needs, fleets, st.integers(0, 2**64 - 1))
@@ -121,13 +135,17 @@ def test_only_a_worker_that_accepts_and_has_room_is_chosen(
 ) -> None:
     workers = [candidate for candidate, _ in fleet]
     choice = choose(need, workers, [cached for _, cached in fleet], turn)
-    fit = {place for place, c in enumerate(workers) if c.accepts and c.num_waiting < c.max_waiting}
+    fit = {
+        place
+        for place, c in enumerate(workers)
+        if c.accepts and c.num_waiting < c.max_waiting and c.queued_prefill_tokens < c.max_waiting_tokens
+    }
     if isinstance(choice, int):
         assert choice in fit
     elif isinstance(choice, QueueFull):
         assert not fit
         assert any(c.accepts for c in workers)
-        assert 1.0 <= choice.retry_after_s <= MAX_RETRY_AFTER_S
+        assert 1.0 <= choice.retry_after_s <= LONGEST_RETRY_S
     else:
         assert isinstance(choice, Unavailable)
         assert not any(c.accepts for c in workers)

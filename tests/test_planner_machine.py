@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from planner.errors import DeadlineExceeded
 from planner.limits import Limits
 from planner.request import Request, SamplingParams
 from tests.planner_life import PlannerLife
@@ -44,9 +45,15 @@ class PlannerMachine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject, indices: set[int] | None) -> None:
         self.life.cancel(data.draw(st.sampled_from(sorted(self.life.requests)), "request"), indices)
 
+    @precondition(lambda self: self.life.requests)
+    @rule(data=st.data())
+    def expire(self, data: st.DataObject) -> None:
+        self.life.expire(data.draw(st.sampled_from(sorted(self.life.requests)), "request"))
+
     @rule()
     def cancel_what_is_unknown(self) -> None:
         assert self.life.planner.cancel(len(self.life.requests) + 1) == []
+        assert self.life.planner.fail(len(self.life.requests) + 1, DeadlineExceeded("out of time")) == []
 
     @rule(failing_slice=st.none() | st.none() | st.integers(0, 3))
     def plan(self, failing_slice: int | None) -> None:
@@ -97,6 +104,7 @@ def random_limits(lot: random.Random, depth: int) -> Limits:
         max_batched_tokens=lot.randint(max_num_seqs + 1, max_num_seqs + 6),
         prefill_chunk_tokens=lot.randint(1, 8),
         max_waiting=6,
+        tenant_weights={"a": 3.0},
         max_steps_in_flight=depth,
         prefix_caching=lot.random() < 0.8,
     )
@@ -115,6 +123,7 @@ def random_request(lot: random.Random) -> Request:
         stop_token_ids=frozenset(lot.sample(range(VOCAB_SIZE), lot.randint(0, 1))),
         n=lot.choice([1, 1, 1, 2, 3]),
         priority=lot.choice([0, 0, 0, -1, 1]),
+        tenant=lot.choice(["", "a"]),
         prompt_logprobs=prompt_logprobs,
     )
 

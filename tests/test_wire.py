@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from planner.errors import (
     ContextLengthExceeded,
+    DeadlineUnmeetable,
     ForwardFailed,
     InvalidRequest,
     QueueFull,
@@ -56,6 +58,7 @@ requests = st.builds(
     n=st.integers(1, 2**16),
     priority=st.integers(-(2**31), 2**31 - 1),
     prompt_logprobs=st.booleans(),
+    tenant=st.text(st.characters(exclude_categories=["Cs"]), max_size=64),
 ).flatmap(
     lambda request: st.integers(0, len(request.prompt) - 1).map(lambda k: dataclasses.replace(request, num_generated=k))
 )
@@ -74,6 +77,7 @@ refusals = (
     | st.builds(Unavailable, messages, param=params)
     | st.builds(RequestRefused, messages, param=params)
     | st.builds(QueueFull, messages, param=params, retry_after_s=st.floats(0, 1000))
+    | st.builds(DeadlineUnmeetable, messages, param=params, retry_after_s=st.floats(0, 1000))
 )
 updates = st.builds(
     Update,
@@ -107,9 +111,21 @@ def test_a_request_survives_the_wire(request_id: int, request: Request) -> None:
     assert submit.request_id == request_id
     assert received.prompt.dtype == np.int64
     assert received.prompt.tolist() == request.prompt.tolist()
-    names = [field.name for field in dataclasses.fields(Request) if field.name != "prompt"]
+    names = [field.name for field in dataclasses.fields(Request) if field.name not in ("prompt", "deadline")]
     for name in names:
         assert getattr(received, name) == getattr(request, name), name
+
+
+@given(st.integers(-1_000, 10**9))
+def test_a_deadline_travels_as_the_time_that_is_left(left_ms: int) -> None:
+    """Clocks of two machines have nothing to do with each other. What has passed has passed there as well."""
+    deadline = time.monotonic() + left_ms / 1000
+    request = Request(prompt=np.array([1], dtype=np.int64), max_tokens=1, deadline=deadline)
+    submit = wire.request_to_proto(1, request)
+    assert 0 <= submit.timeout_ms <= max(0, left_ms)
+    received = wire.request_from_proto(submit)
+    assert received.deadline is not None
+    assert max(0, left_ms) / 1000 - 0.5 < received.deadline - time.monotonic() < max(0, left_ms) / 1000 + 0.5
 
 
 @given(updates)
@@ -134,7 +150,7 @@ def test_a_refusal_survives_the_wire_with_its_type(refusal: RequestRefused) -> N
     assert fields(received) == fields(refusal)
 
 
-@given(st.builds(Snapshot, *[counts] * 8), st.booleans())
+@given(st.builds(Snapshot, *[counts] * 8, st.none() | st.floats(0, 1e9)), st.booleans())
 def test_a_snapshot_survives_the_wire(snapshot: Snapshot, draining: bool) -> None:
     message = pb.Snapshot.FromString(wire.snapshot_to_proto(snapshot, draining=draining).SerializeToString())
     assert wire.snapshot_from_proto(message) == snapshot
