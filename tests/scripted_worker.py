@@ -84,6 +84,9 @@ class ScriptedWorker(pb_grpc.WorkerServicer):
         messages = [update_to_proto(request_id, update) for update in updates]
         self._out.put_nowait(pb.StepUpdates(updates=messages, snapshot=snapshot))
 
+    def say_blocks(self, blocks: pb.Blocks) -> None:
+        self._out.put_nowait(pb.StepUpdates(blocks=blocks))
+
     def hang_up(self) -> None:
         self._out.put_nowait(None)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from planner.blocks import BlockChanges
 from planner.errors import Unavailable
 from planner.limits import Snapshot
 from planner.request import FinishReason, TokenLogprobs, Update
 from tests.data_plane import PATIENCE_S
 from worker.engine import StepReport
-from worker.outbox import MAX_UNREAD_ENDS, MAX_UNREAD_MESSAGES, Outbox, merged
+from worker.outbox import MAX_BLOCKS_IN_MESSAGE, MAX_UNREAD_ENDS, MAX_UNREAD_MESSAGES, Outbox, merged
 
 SNAPSHOT = Snapshot(10, 10, 0, 0, 0, 0, 0, 0)
 
@@ -102,3 +103,37 @@ async def test_unread_messages_hold_up_neither_the_end_nor_commands_that_wait_fo
         crowded.refuse(key, Unavailable("no"))
     assert await asyncio.wait_for(crowded.next(), PATIENCE_S) is not None
     await asyncio.wait_for(crowded.wait_for_room(), PATIENCE_S)
+
+
+async def test_names_of_prefixes_go_out_in_pieces_and_merge_while_the_gateway_lags() -> None:
+    outbox = Outbox()
+    everything = tuple(range(1, MAX_BLOCKS_IN_MESSAGE + 3))
+    outbox.add(StepReport((), SNAPSHOT, BlockChanges(added=everything)), draining=False)
+    outbox.add(StepReport((), SNAPSHOT, BlockChanges(removed=(1,))), draining=False)
+    first, second = await outbox.next(), await asyncio.wait_for(outbox.next(), PATIENCE_S)
+    assert first is not None
+    assert second is not None
+    assert [*first.blocks.added, *second.blocks.added] == list(everything[1:])
+    assert not first.blocks.removed
+    assert not second.blocks.removed
+    assert not second.HasField("snapshot")
+    outbox.note_read(2)
+    outbox.add(StepReport((), SNAPSHOT, BlockChanges(added=(1,), removed=(2,))), draining=False)
+    outbox.add(StepReport((), SNAPSHOT), draining=False)
+    third = await outbox.next()
+    assert third is not None
+    assert (list(third.blocks.added), list(third.blocks.removed)) == ([1], [2])
+    outbox.note_read(3)
+    outbox.add(StepReport((), SNAPSHOT), draining=False)
+    fourth = await outbox.next()
+    assert fourth is not None
+    assert not fourth.HasField("blocks")
+
+
+async def test_names_of_prefixes_that_wait_do_not_hold_up_a_drain() -> None:
+    outbox = Outbox()
+    outbox.add(StepReport((), SNAPSHOT, BlockChanges(added=tuple(range(2 * MAX_BLOCKS_IN_MESSAGE)))), draining=True)
+    assert outbox.is_idle
+    assert await outbox.next() is not None
+    outbox.hang_up()
+    assert await asyncio.wait_for(outbox.next(), PATIENCE_S) is None

@@ -7,10 +7,11 @@ import asyncio
 import pytest
 
 from cluster.front import free_ports
+from planner.blocks import block_hashes
 from planner.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from planner.request import FinishReason, SamplingParams
 from protos import worker_pb2 as pb
-from tests.data_plane import FOREVER, attached, holding, serving
+from tests.data_plane import FOREVER, Gateway, attached, holding, serving
 from tests.fakes import expected_tokens, fake_request
 from tests.recorder import Recorder
 
@@ -175,3 +176,25 @@ async def test_a_proxy_for_the_world_outside_has_no_part_in_the_data_plane(monke
         await gateway.submit(1, fake_request(max_tokens=3))
         await gateway.read_ends(1)
         assert gateway.ends[1, 0].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_gateway_hears_at_once_what_is_resident_and_then_what_changes() -> None:
+    first, second = fake_request(range(200), 2), fake_request(range(500, 650), 2)
+    async with serving() as worker:
+        async with attached(worker.address) as gateway:
+            await gateway.submit(1, first)
+            await gateway.read_ends(1)
+            assert resident(gateway) == set(block_hashes(first.prompt))
+        async with attached(worker.address) as gateway:
+            await gateway.submit(1, second)
+            await gateway.read_ends(1)
+            assert resident(gateway) == {*block_hashes(first.prompt), *block_hashes(second.prompt)}
+            before = [message for message in gateway.messages if message.HasField("blocks")]
+            assert set(before[0].blocks.added) == set(block_hashes(first.prompt))
+
+
+def resident(gateway: Gateway) -> set[int]:
+    known: set[int] = set()
+    for message in gateway.messages:
+        known = (known | set(message.blocks.added)) - set(message.blocks.removed)
+    return known

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 
+import numpy as np
 import pytest
 
 from cluster.generation import RemoteGeneration
-from cluster.membership import MembershipBoard, members_of
+from cluster.membership import Member, MembershipBoard, members_of
 from cluster.outbox import Outbox
 from cluster.router import Router
 from cluster.streams import Streams
+from planner.blocks import block_hashes
 from planner.errors import NeverFits, QueueFull, Unavailable, WorkerLost
-from planner.request import FinishReason
+from planner.request import FinishReason, Request, Update
 from protos import worker_pb2 as pb
 from tests.scripted_worker import SECRET, ScriptedWorker, fleet_of, request, tokens, until
 
@@ -242,3 +244,39 @@ async def test_a_worker_hears_that_its_messages_were_read_once_their_readers_had
             got += [token for update in await generation.next() for token in update.tokens]
         await until(lambda: worker.num_read == 3)
         assert got == [7, 8, 9]
+
+
+async def test_a_worker_that_comes_back_while_its_old_stream_drains_keeps_its_new_one() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        generation = streams.submit(request())
+        await worker.heard()
+        members = {"w0": Member("w0", f"127.0.0.1:{worker.port}")}
+        streams.set_members({})
+        streams.set_members(members)
+        await until(lambda: streams.ready and worker.num_streams == 2)
+        generation.cancel()
+        await until(lambda: len(streams._tasks) == 1)  # the old stream has ended
+        assert streams.ready
+        streams.submit(request())
+
+
+async def test_what_a_worker_tells_of_its_prefixes_draws_requests_to_it() -> None:
+    asked = Request(prompt=np.arange(80), max_tokens=3)
+    workers = ScriptedWorker("a"), ScriptedWorker("b")
+    async with fleet_of(*workers) as streams:
+        for worker in workers:  # the other one would be chosen if neither had told
+            names = block_hashes(asked.prompt)
+            worker.say_blocks(pb.Blocks(added=names))
+            await until(lambda: len(streams._router._residents) == 1)
+            generation = streams.submit(asked)
+            assert list((await worker.heard()).submit.prompt) == asked.prompt.tolist()
+            worker.say(
+                Update(1, 0, (5,), num_cached_tokens=64, finish_reason=FinishReason.STOP),
+                request_id=generation.request_id,
+            )
+            await generation.next()
+            worker.say_blocks(pb.Blocks(removed=names))
+            await until(lambda: len(streams._router._residents) == 0)
+        predictions = streams._router.predictions
+        assert predictions.num_predicted_tokens == predictions.num_cached_tokens == 128
