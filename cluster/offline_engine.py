@@ -11,8 +11,9 @@ from cluster.config import BUILD_EXECUTOR
 from cluster.engine_factory import make_engine
 from planner.errors import RequestRefused
 from planner.request import Request, Update
+from worker.client import StepReport
 from worker.config import EngineConfig
-from worker.engine import Engine, StepReport
+from worker.engine import Engine
 from worker.executor import ProgramInfo
 
 

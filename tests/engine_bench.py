@@ -9,7 +9,8 @@ from typing import Any
 
 from tests.fakes import FakeExecutor, fake_info, fake_limits
 from tests.recorder import Recorder
-from worker.engine import Client, Engine
+from worker.client import Client
+from worker.engine import Engine
 
 FOREVER = 900
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from planner.errors import RequestRefused
 from planner.limits import Snapshot
 from planner.request import FinishReason, Update
-from worker.engine import StepReport
+from worker.client import StepReport
 
 
 class Recorder:

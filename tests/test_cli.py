@@ -15,6 +15,7 @@ from cluster.checkpoints import BUILT_IN_MODELS
 from cluster.cli import main, serve_parser
 from cluster.config import ServiceConfig, decide_device, load_executor_factory, service_config
 from cluster.deploy_errors import setup_error_in
+from cluster.engine_flags import engine_config
 from cluster.front import Front, check_port, choose_front, free_ports, front_environment
 from cluster.serve_command import make_plan
 from cluster.settings_sources import merged_tokens
@@ -56,6 +57,21 @@ def test_a_null_in_the_file_sets_nothing(tmp_path: Path) -> None:
     file = config_file(tmp_path, "".join(f"{name}: null\n" for name in names))
     assert {name: settings(["--config", file])[name] for name in names} == {name: settings([])[name] for name in names}
     assert settings(["--config", file], {"RAYCOMB_MAX_CELLS": "103"})["max_cells"] == 103
+
+
+def test_weights_of_tenants_come_as_json_and_from_yaml(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "tenant_weights: {acme: 2, other: 0.5}\n")
+    assert settings(["m", "--config", file])["tenant_weights"] == {"acme": 2, "other": 0.5}
+    given = settings(["m", "--config", file, "--tenant-weights", '{"acme": 3}'])["tenant_weights"]
+    assert engine_config("m", {"tenant_weights": given}).tenant_weights == {"acme": 3.0}
+    assert settings(["m"], {"RAYCOMB_TENANT_WEIGHTS": '{"a": 1}'})["tenant_weights"] == {"a": 1}
+
+
+@pytest.mark.parametrize("weights", ["acme=2", '{"acme": 0}', "[1]", '{"acme": "much"}'])
+def test_weights_that_are_none_are_refused(weights: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((SystemExit, InvalidConfiguration)) as told:
+        engine_config("m", {"tenant_weights": settings(["m", "--tenant-weights", weights])["tenant_weights"]})
+    assert "--tenant-weights" in f"{told.value} {capsys.readouterr().err}"
 
 
 def test_lists_and_switches_come_from_yaml_too(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from planner.request import FinishReason
 from tests.engine_bench import FOREVER, holding, running
 from tests.fakes import FakeExecutor, expected_tokens, fake_info, fake_request
 from tests.recorder import Recorder
-from worker.engine import StepReport
+from worker.client import StepReport
 
 
 def test_a_refusal_is_the_only_news_of_its_key() -> None:

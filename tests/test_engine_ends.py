@@ -23,7 +23,8 @@ from planner.step import ChunkOutput
 from tests.engine_bench import FOREVER, holding, running
 from tests.fakes import FakeExecutor, expected_tokens, fake_info, fake_limits, fake_request
 from tests.recorder import Recorder
-from worker.engine import Engine, EngineState, StepReport
+from worker.client import StepReport
+from worker.engine import Engine, EngineState
 
 
 def test_a_listener_that_raises_loses_only_its_own_client(caplog: pytest.LogCaptureFixture) -> None:

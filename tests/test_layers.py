@@ -27,6 +27,8 @@ TORCH_FREE_WORKER = (
     "worker.engine",
     "worker.executor",
     "worker.models.config",
+    "worker.outbox",
+    "worker.queue_rate",
     "worker.serving",
     "worker.wire",
 )

@@ -9,7 +9,7 @@ from planner.errors import Unavailable
 from planner.limits import Snapshot
 from planner.request import FinishReason, TokenLogprobs, Update
 from tests.data_plane import PATIENCE_S
-from worker.engine import StepReport
+from worker.client import StepReport
 from worker.outbox import MAX_BLOCKS_IN_MESSAGE, MAX_UNREAD_ENDS, MAX_UNREAD_MESSAGES, Outbox, merged
 
 SNAPSHOT = Snapshot(10, 10, 0, 0, 0, 0, 0, 0)

@@ -14,7 +14,7 @@ from planner.errors import InvalidRequest, RequestRefused
 from planner.request import Update
 from protos import worker_pb2 as pb
 from worker import wire
-from worker.engine import StepReport
+from worker.client import StepReport
 
 MAX_UNREAD_ENDS = 4096
 """While a gateway leaves more ends than this unread, its commands are not read: it cannot pile them up."""

@@ -18,7 +18,8 @@ from planner.errors import RequestRefused, Unavailable
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from worker import wire
-from worker.engine import Client, Engine, EngineState, Listener, StepReport
+from worker.client import Client, Listener, StepReport
+from worker.engine import Engine, EngineState
 from worker.executor import ProgramInfo
 from worker.outbox import Outbox
 

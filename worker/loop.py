@@ -1,0 +1,176 @@
+"""What the engine's thread does: reads the mail, plans, launches, settles and reports, turn by turn.
+
+Free of torch. Not for starting and ending the thread: `worker.engine` is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import replace
+from typing import NamedTuple
+
+from planner.blocks import BlockChanges
+from planner.errors import InvalidConfiguration, RequestRefused, Unavailable, WorkerLost
+from planner.limits import Limits
+from planner.planner import Planner
+from planner.request import Request
+from planner.step import Step
+from worker.client import Client, StepReport
+from worker.desk import Desk
+from worker.executor import Executor
+from worker.inbox import Inbox, Mail
+from worker.patience import Patience
+from worker.stats import EngineStats, kind_of, num_prefilled
+
+logger = logging.getLogger(__name__)
+
+
+class _Launched(NamedTuple):
+    """A step in flight. `num_dequeued`: prompt tokens that it took off the queue, those found cached included;
+    `left_some`: more are queued than it could take."""
+
+    step: Step
+    at: float
+    num_dequeued: int
+    left_some: bool
+
+
+class Loop:
+    """What the engine thread does. Owner of planner, executor and books; lives on that thread. What may be read
+    anywhere: `info`, `stats` and `snapshot` (immutable values, replaced whole), and `metrics` (counters that only
+    grow)."""
+
+    def __init__(self, executor: Executor, limits: Limits, inbox: Inbox[Client], *, check_cells: bool) -> None:
+        if limits.max_steps_in_flight > executor.max_steps_in_flight:
+            raise InvalidConfiguration(
+                f"limits plan {limits.max_steps_in_flight} steps in flight, the executor takes "
+                f"{executor.max_steps_in_flight}",
+                param="max_steps_in_flight",
+            )
+        self.info = executor.info
+        self.stats = EngineStats()
+        self._executor = executor
+        self._planner = Planner(limits)
+        self.metrics = self._planner.metrics
+        self._depth = limits.max_steps_in_flight
+        self._inbox = inbox
+        self._desk: Desk[Client] = Desk()
+        self._newcomers: set[Client] = set()
+        self._patience = Patience(self._planner)
+        self._in_flight: deque[_Launched] = deque()
+        self._settled_at = 0.0
+        self._has_news = False
+        self._check_cells = check_cells
+        self.snapshot = self._planner.snapshot()
+
+    def run(self) -> None:
+        """Take turns until told to stop. Raises what planner or executor raised."""
+        while not self._read_mail().stopping:
+            self._expire()
+            step = self._launch()
+            if self._in_flight and (step is None or len(self._in_flight) == self._depth):
+                self._settle()
+            self._report()
+        self._wind_up()
+
+    def abandon(self, error: BaseException) -> None:
+        """After `run` raised: fail what was accepted, refuse what was still queued, and tell everyone."""
+        self._inbox.stop("the worker's engine died")
+        self._deliver()
+        self._desk.fail_all(WorkerLost(f"the worker's engine died of {type(error).__name__}"))
+        self._deliver()
+        for client in self._inbox.take(wait=False).connects:
+            self._desk.connect(client)
+        for client, key in self._inbox.live():
+            self._desk.refuse(client, key, Unavailable("the worker's engine died before the request began"))
+        self._deliver()
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _read_mail(self) -> Mail[Client]:
+        mail = self._inbox.take(wait=not (self._in_flight or self._planner.has_work))
+        for client in mail.connects:
+            self._desk.connect(client)
+            self._newcomers.add(client)
+        for submit in mail.submits:
+            self._submit(submit.client, submit.key, submit.request)
+        for (client, key), indices in mail.cancels.items():
+            request_id = self._desk.request_id(client, key)
+            if request_id is not None:
+                self._desk.note(self._planner.cancel(request_id, indices))
+        for client in mail.closes:
+            for request_id in self._desk.request_ids(client):
+                self._desk.note(self._planner.cancel(request_id))
+            self._desk.disconnect(client)
+        self._has_news = bool(mail)
+        return mail
+
+    def _submit(self, client: Client, key: int, request: Request) -> None:
+        try:
+            request_id = self._patience.submit(request, time.monotonic())
+        except RequestRefused as refusal:
+            self._desk.refuse(client, key, refusal)
+        else:
+            self._desk.accept(client, key, request_id, request.n)
+
+    def _expire(self) -> None:
+        if expired := self._patience.expire(time.monotonic()):
+            self._desk.note(expired)
+            self._has_news = True
+
+    def _launch(self) -> Step | None:
+        num_hits = self.metrics.num_prefix_hits
+        step = self._planner.plan()
+        if step is not None:
+            left_some = self._planner.num_queued_tokens > 0
+            num_dequeued = num_prefilled(step) + self.metrics.num_prefix_hits - num_hits if left_some else 0
+            self._in_flight.append(_Launched(step, time.monotonic(), num_dequeued, left_some))
+            self._executor.launch(step)
+        assert self._in_flight or not self._planner.has_work, "the planner has work and plans nothing"
+        return step
+
+    def _settle(self) -> None:
+        result = self._executor.collect()
+        step, launched_at, num_dequeued, left_some = self._in_flight.popleft()
+        now = time.monotonic()
+        seconds = now - max(launched_at, self._settled_at)
+        self.stats = self.stats.after_step(kind_of(step), seconds)
+        self._patience.rate.note_step(num_dequeued, seconds, left_some=left_some)
+        self._settled_at = now
+        self._desk.note(self._planner.commit(step, result))
+        if self._check_cells:
+            self._planner.check()
+        self._has_news = True
+
+    def _report(self) -> None:
+        if self._has_news:
+            rate = self._patience.rate.tokens_per_s
+            self.snapshot = replace(self._planner.snapshot(), queue_tokens_per_s=rate)
+            self._inbox.advise(self._patience.retry_after_s)
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Hand every client its report. Keys that ended are free again before their client hears of it."""
+        reports, ended = self._desk.take()
+        self._inbox.forget(ended)
+        self.stats = replace(self.stats, emitted_at=time.monotonic())
+        blocks = self._planner.blocks
+        changes, everything = blocks.take_changes(), blocks.everything if self._newcomers else BlockChanges()
+        for client, news in reports:
+            known = everything if client in self._newcomers else changes
+            try:
+                client.listener(StepReport(news, self.snapshot, known))
+            except Exception:
+                logger.exception("a listener raised; its client is closed")
+                client.close()
+        self._newcomers.clear()
+
+    def _wind_up(self) -> None:
+        self._desk.note(self._planner.cancel_all())
+        while self._in_flight:
+            self._settle()
+        self._has_news = True
+        self._report()
