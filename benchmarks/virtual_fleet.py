@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -94,6 +95,26 @@ class PowerOfTwoChoices:
 
     def hear(self, worker: int, planner: Planner, updates: Sequence[tuple[int, Update]]) -> None:
         self._num_open[worker] -= sum(update.finish_reason is not None for _, update in updates)
+
+
+class Homes:
+    """Told the whole load beforehand, it gives each prefix one worker for good, the most wanted prefixes first and
+    each to the worker with the fewest requests (Graham 1969): what a placement could find cached in pools this small.
+    """
+
+    def __init__(self, num_workers: int, prefixes: Sequence[int]) -> None:
+        self._prefixes = prefixes
+        self._homes: dict[int, int] = {}
+        loads = [0] * num_workers
+        for prefix, num_requests in Counter(prefixes).most_common():
+            self._homes[prefix] = loads.index(min(loads))
+            loads[self._homes[prefix]] += num_requests
+
+    def choose(self, number: int, request: Request) -> int:
+        return self._homes[self._prefixes[number]]
+
+    def hear(self, worker: int, planner: Planner, updates: Sequence[tuple[int, Update]]) -> None:
+        """It knew everything."""
 
 
 class Routers:

@@ -19,7 +19,7 @@ from cluster.grpc_health import Health
 from cluster.grpc_methods import GrpcMethods
 from cluster.http_api import create_app
 from cluster.membership import Members, board, board_key
-from cluster.router import Router
+from cluster.router import Predictions, Router
 from cluster.streams import Streams
 from cluster.text import load_text
 
@@ -78,6 +78,10 @@ class Gateway(GrpcMethods):
     async def activity(self) -> Activity:
         """What is alive here; asked over a Serve handle by whoever looks for leaks."""
         return activity(self._streams.num_live)
+
+    async def predictions(self) -> Predictions:
+        """How well this gateway foresaw what prompts find resident at the workers; asked over a Serve handle."""
+        return self._streams.predictions
 
     async def __del__(self) -> None:
         """Serve's shutdown hook, after the requests that ran here have ended or the time for that is up."""

@@ -65,8 +65,8 @@ class _Sent:
 
 @dataclass(slots=True)
 class _View:
-    """`unseen` are those of `sent` that the snapshot may not count yet; by request id both. `num_cached` are the tokens
-    expected to be found resident of those that it does count: while they wait, they are in its queued tokens."""
+    """`unseen` are those of `sent` that the snapshot may not count yet; by request id both. `num_seen` and
+    `num_seen_cached` are the prompt tokens of those that it does count, and how many of them are expected resident."""
 
     info: WorkerInfo
     row: int
@@ -74,11 +74,24 @@ class _View:
     draining: bool = False
     sent: dict[int, _Sent] = field(default_factory=dict)
     unseen: dict[int, _Sent] = field(default_factory=dict)
-    num_cached: int = 0
+    num_seen: int = 0
+    num_seen_cached: int = 0
 
     @property
     def step(self) -> int:
         return 0 if self.snapshot is None else self.snapshot.step
+
+    @property
+    def num_queued(self) -> int:
+        """Tokens of the worker's queue that it will have to compute: it counts waiting prompts as a whole. What this
+        gateway knows of its own is taken to hold for those of other gateways too."""
+        if self.snapshot is None or not self.num_seen:
+            return 0 if self.snapshot is None else self.snapshot.queued_prefill_tokens
+        return self.snapshot.queued_prefill_tokens * (self.num_seen - self.num_seen_cached) // self.num_seen
+
+    def count(self, sent: _Sent, sign: int) -> None:
+        self.num_seen += sign * sent.need.prompt_tokens
+        self.num_seen_cached += sign * sent.num_cached
 
 
 class Router:
@@ -126,7 +139,7 @@ class Router:
         view.draining = draining
         seen = [key for key, sent in view.unseen.items() if sent.step + STEPS_UNTIL_SEEN <= snapshot.step]
         for request_id in seen:
-            view.num_cached += view.unseen.pop(request_id).num_cached
+            view.count(view.unseen.pop(request_id), 1)
         self._judge(view)
 
     def learn(self, worker_id: str, changes: BlockChanges) -> None:
@@ -145,7 +158,7 @@ class Router:
             return
         self._residents.settle(view.row, sent.expected_blocks)
         if view.unseen.pop(request_id, None) is None:
-            view.num_cached -= sent.num_cached
+            view.count(sent, -1)
         self._judge(view)
         if num_cached_tokens is not None:
             self.predictions.num_requests += 1
@@ -194,7 +207,6 @@ class Router:
         running = 0 if snapshot is None else snapshot.num_running
         waiting = 0 if snapshot is None else snapshot.num_waiting
         free = info.num_cells if snapshot is None else snapshot.free_cells + snapshot.cached_cells
-        queued = 0 if snapshot is None else max(0, snapshot.queued_prefill_tokens - view.num_cached)
         wanted, prefill = running + waiting, 0
         for sent in view.unseen.values():
             num_sequences = sent.need.num_sequences
@@ -210,7 +222,7 @@ class Router:
             num_running=running,
             num_seats_wanted=wanted,
             num_waiting=waiting,
-            queued_prefill_tokens=queued + prefill,
+            queued_prefill_tokens=view.num_queued + prefill,
             max_num_seqs=info.max_num_seqs,
             max_waiting=self._max_waiting,
             max_waiting_tokens=self._max_waiting_tokens,

@@ -6,12 +6,13 @@ import asyncio
 import contextvars
 import logging
 import time
+from dataclasses import replace
 
 from cluster.failover import Failover, FailoverLimits
 from cluster.fleet import ServedModel
 from cluster.generation import RemoteGeneration
 from cluster.membership import Members
-from cluster.router import Router
+from cluster.router import Predictions, Router
 from cluster.run import Run
 from cluster.worker_stream import WorkerStream
 from planner.errors import RaycombError
@@ -61,6 +62,11 @@ class Streams:
     @property
     def ready(self) -> bool:
         return self._router.ready
+
+    @property
+    def predictions(self) -> Predictions:
+        """How well it was foreseen what prompts would find resident; a copy."""
+        return replace(self._router.predictions)
 
     @property
     def num_live(self) -> int:

@@ -278,5 +278,5 @@ async def test_what_a_worker_tells_of_its_prefixes_draws_requests_to_it() -> Non
             await generation.next()
             worker.say_blocks(pb.Blocks(removed=names))
             await until(lambda: len(streams._router._residents) == 0)
-        predictions = streams._router.predictions
+        predictions = streams.predictions
         assert predictions.num_predicted_tokens == predictions.num_cached_tokens == 128
