@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -91,7 +92,9 @@ def open_offline(settings: EngineConfig, executor: str = BUILD_EXECUTOR) -> Iter
     Raises `SetupError` where the checkpoint or the machine does not allow it. A death of the engine shows as the
     failure of every unfinished sequence.
     """
-    with running(make_engine(settings, lambda error: None, executor)) as engine:
+    # Nobody waits here but what the caller has in flight, and that is bounded by requests.
+    unbounded = settings.model_copy(update={"max_waiting_tokens": sys.maxsize})
+    with running(make_engine(unbounded, lambda error: None, executor)) as engine:
         yield engine
 
 
