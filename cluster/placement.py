@@ -17,15 +17,16 @@ from planner.errors import QueueFull, Unavailable
 from worker.queue_rate import retry_after_s
 
 HOT_RATIO = 1.25
-HOT_SEQUENCES = 4
+HOT_SEQUENCES = 8
 HOT_STEPS = 4
 """A worker is hot with more than so many times the mean of sequences and so many beyond that, or with more queued
 prefill than that ratio and so many full steps: what it has cached draws no more requests to it. It still takes those
 for which it is the best anyway, and the others keep what they attract."""
 
-RECOMPUTED_WEIGHT = 2
-"""A prompt's token that is not resident counts so often: it keeps its own request waiting, and then those behind it.
-Else a burst of one prefix would scatter, since a second copy is as soon computed as the first is waited for."""
+RECOMPUTED_WEIGHT = 4
+"""A prompt's token that is not resident counts so often: it keeps waiting its own request and those behind it, and
+another copy of a prefix takes the cells of other prefixes. Counted once, a burst of one prefix would scatter, since a
+second copy is as soon computed as the first is waited for. Measured: `benchmarks/placement.py`, `docs/decisions.md`."""
 
 _GENERATION = 2**40
 """More than any number of tokens: generations of running sequences are compared first."""

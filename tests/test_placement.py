@@ -101,11 +101,11 @@ def test_the_turn_decides_ties_and_nothing_else() -> None:
 def test_a_resident_prefix_is_worth_the_prefill_that_it_saves() -> None:
     queued = IDLE._replace(queued_prefill_tokens=40)
     assert choose(Need(100, 1), [IDLE, queued], [0, 64]) == 1
-    assert choose(Need(100, 1), [IDLE, queued], [0, 15]) == 0
+    assert choose(Need(100, 1), [IDLE, queued], [0, 5]) == 0
 
 
 def test_a_hot_worker_loses_its_affinity_and_the_others_keep_theirs() -> None:
-    hot = IDLE._replace(num_running=20, num_seats_wanted=20, max_num_seqs=64)
+    hot = IDLE._replace(num_running=24, num_seats_wanted=24, max_num_seqs=64)
     warm = IDLE._replace(num_running=6, num_seats_wanted=6, max_num_seqs=64)
     cold = warm._replace(num_running=5, num_seats_wanted=5)
     assert choose(Need(400, 1), [hot, warm, cold], [384, 0, 0]) == 2
