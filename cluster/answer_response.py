@@ -68,7 +68,7 @@ class AnswerResponse(Response):
         error: RaycombError | None = None
         ending = b""
         try:
-            async with asyncio.timeout(self._delivery.terms.left_s):
+            async with asyncio.timeout(self._delivery.terms.patience_s):
                 ending = await (self._send_events(send) if self._delivery.stream else self._whole())
         except TimeoutError:
             error = DeadlineExceeded("the request's deadline passed")

@@ -117,8 +117,8 @@ class GrpcApi:
         """
         while True:
             patience_s = self._settings.keepalive_s
-            if (left_s := agreed.left_s) is not None:
-                patience_s = min(patience_s, left_s)
+            if (longest_s := agreed.patience_s) is not None:
+                patience_s = min(patience_s, longest_s)
                 if patience_s <= 0:
                     raise TimeoutError
             if pieces := await answer.next(patience_s):

@@ -19,6 +19,7 @@ from planner.request import MAX_TENANT
 REQUEST_ID: Final = "x-request-id"
 DEADLINE: Final = "x-request-timeout-ms"
 TENANT: Final = "x-tenant"
+BACKSTOP_S: Final = 0.25
 _GOOD_TENANT: Final = re.compile(rf"[\x21-\x7e]{{1,{MAX_TENANT}}}")
 _GOOD_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -49,6 +50,12 @@ class Terms:
     def left_s(self) -> float | None:
         """Seconds until the deadline, negative after it; None: there is none."""
         return None if self.deadline is None else self.deadline - time.monotonic()
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long a gateway waits: a little longer than a worker takes to say that the deadline has come."""
+        left_s = self.left_s
+        return None if left_s is None else left_s + BACKSTOP_S
 
 
 def terms(deadlines: Sequence[str], tenants: Sequence[str], account: str) -> Terms:

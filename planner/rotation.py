@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import KeysView, Mapping
 
 from planner.request import Request
 from planner.sequence import Sequence
@@ -19,11 +19,10 @@ class Rotation:
         self._sequences: dict[Sequence, None] = {}  # who was served longest ago comes first
         self._shares: dict[int, Shares] = {}
 
-    def __contains__(self, sequence: object) -> bool:
-        return sequence in self._sequences
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+    @property
+    def sequences(self) -> KeysView[Sequence]:
+        """Those that prefill; the view follows them."""
+        return self._sequences.keys()
 
     @property
     def num_tokens(self) -> int:

@@ -8,7 +8,7 @@ from planner.memory import Memory
 from planner.metrics import Metrics
 from planner.request import Request
 from planner.rotation import Rotation
-from planner.sequence import Sequence
+from planner.sequence import Account, Sequence
 from planner.waiting import WaitingQueue
 
 
@@ -81,23 +81,30 @@ class Schedule:
 
         Decodes are charged to their tenants; the prompts behind them were when they were admitted.
         """
+        prefilling = self._rotation.sequences
         somebody_waits = len(self.waiting) > 0
+        decoded: dict[Account, int] = {}
         for sequence, num_tokens in draft.takes.items():
-            if sequence in self._rotation:
+            if sequence in prefilling:
                 self._rotation.advance(sequence, num_tokens)
             elif somebody_waits:
-                self.waiting.charge(sequence, num_tokens)
+                account = sequence.family.account
+                decoded[account] = decoded.get(account, 0) + num_tokens
+        for account, num_tokens in decoded.items():
+            self.waiting.charge(account, num_tokens)
 
     def check(self) -> None:
         """Verify every invariant; for tests and debugging."""
         assert self.num_running <= self._limits.max_num_seqs, "more sequences run than may"
-        assert all(sequence in self._running for sequence in self._rotation), "a sequence prefills without running"
-        assert all(sequence.num_to_feed > 0 for sequence in self._rotation), "a sequence prefills nothing"
+        prefilling = self._rotation.sequences
+        assert prefilling <= self._running.keys(), "a sequence prefills without running"
+        assert all(sequence.num_to_feed > 0 for sequence in prefilling), "a sequence prefills nothing"
         assert all(sequence.cells_id is not None for sequence in self._running), "a sequence runs without cells"
         assert all(sequence not in self.waiting for sequence in self._running), "a sequence waits and runs"
 
     def _draft_decodes(self, draft: Draft) -> None:
-        decoding = [sequence for sequence in self._running if sequence not in self._rotation and sequence.can_decode]
+        prefilling = self._rotation.sequences
+        decoding = [sequence for sequence in self._running if sequence not in prefilling and sequence.can_decode]
         if draft.num_tokens + len(decoding) <= self._memory.room:
             draft.take_one_each(decoding)
             return
@@ -107,8 +114,9 @@ class Schedule:
 
     def _admit(self, draft: Draft) -> None:
         """Start waiting sequences, strictly in order: one that does not fit is not overtaken."""
-        while (head := self.waiting.head) is not None:
-            if self.num_running + head.num_slots > self._limits.max_num_seqs:
+        while self.waiting and (seats := self._limits.max_num_seqs - self.num_running) > 0:
+            head = self.waiting.head
+            if head.num_slots > seats:
                 return
             promised = draft.num_tokens + self.num_to_prefill
             if not self._memory.admit(head, promised, certain=not self._running):
@@ -130,7 +138,7 @@ class Schedule:
         left = sequence.num_to_feed - draft.takes.get(sequence, 0)
         budget = self._limits.max_batched_tokens - draft.num_tokens
         length = min(self._limits.prefill_chunk_tokens, left, budget)
-        if length == 0 or sequence not in self._rotation or not self._find_room(sequence, draft):
+        if length == 0 or sequence not in self._rotation.sequences or not self._find_room(sequence, draft):
             return False
         draft.take(sequence, min(length, self._memory.room - draft.num_tokens))
         return True

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from planner.growable import Growable
 from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, sequence_seed
+
+
+class ClassKey(NamedTuple):
+    """The lower class goes first: by priority, and what has begun elsewhere before what is new."""
+
+    priority: int
+    is_new: bool
+
+
+class Account(NamedTuple):
+    """Whose tokens they are: tenants share within a class."""
+
+    class_key: ClassKey
+    tenant: str
+
+
+def account_of(request: Request) -> Account:
+    return Account(ClassKey(request.priority, not request.num_generated), request.tenant)
 
 
 @dataclass(slots=True, eq=False)
@@ -33,9 +52,8 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, bool, int, int]:
-        """Who goes first: lower priority, then what has begun elsewhere, then earlier arrival, then lower index."""
-        request = self.family.request
-        return request.priority, not request.num_generated, self.family.request_id, self.index
+        """Who goes first: the lower class, then earlier arrival, then lower index."""
+        return *self.family.account.class_key, self.family.request_id, self.index
 
     @property
     def has_left(self) -> bool:
@@ -97,6 +115,10 @@ class Family:
     leader: Sequence | None = None
     num_cached_tokens: int | None = None
     num_prompt_logprobs: int = 0
+    account: Account = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.account = account_of(self.request)
 
     @property
     def indices(self) -> list[int]:

@@ -9,10 +9,8 @@ import bisect
 from collections.abc import Mapping
 
 from planner.request import Request
-from planner.sequence import Sequence
+from planner.sequence import Account, ClassKey, Sequence, account_of
 from planner.shares import Shares
-
-ClassKey = tuple[int, bool]
 
 
 class _Line:
@@ -83,20 +81,20 @@ class WaitingQueue:
         return self._num_tokens
 
     @property
-    def head(self) -> Sequence | None:
-        """Who is next."""
-        return self._classes[min(self._classes)].head if self._classes else None
+    def head(self) -> Sequence:
+        """Who is next, where somebody waits."""
+        return self._classes[min(self._classes)].head
 
     def tokens_before(self, request: Request) -> int:
         """Waiting tokens that go before those of a request that came now, as far as known."""
-        key = class_key(request)
+        key, tenant = account_of(request)
         before = sum(line.num_tokens for k, c in self._classes.items() if k < key for line in c.lines.values())
-        return before + (self._classes[key].tokens_before(request.tenant) if key in self._classes else 0)
+        return before + (self._classes[key].tokens_before(tenant) if key in self._classes else 0)
 
     def add(self, sequence: Sequence) -> None:
-        request = sequence.family.request
-        fair = self._classes.setdefault(class_key(request), _Class(self._weights))
-        line = fair.lines.setdefault(request.tenant, _Line())
+        class_key, tenant = sequence.family.account
+        fair = self._classes.setdefault(class_key, _Class(self._weights))
+        line = fair.lines.setdefault(tenant, _Line())
         line.sequences.insert(line.place(sequence), sequence)
         line.num_tokens += len(sequence.tokens)
         self._num_tokens += len(sequence.tokens)
@@ -105,37 +103,31 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that waits."""
         assert sequence in self
-        request = sequence.family.request
-        fair = self._classes[class_key(request)]
-        line = fair.lines[request.tenant]
+        class_key, tenant = sequence.family.account
+        fair = self._classes[class_key]
+        line = fair.lines[tenant]
         del line.sequences[line.place(sequence)]
         line.num_tokens -= len(sequence.tokens)
         self._num_tokens -= len(sequence.tokens)
         self._num_sequences -= 1
         if not line.sequences:
-            del fair.lines[request.tenant]
+            del fair.lines[tenant]
         if not fair.lines:
-            del self._classes[class_key(request)]
+            del self._classes[class_key]
 
     def admit(self, sequence: Sequence) -> None:
         """Take out the head, whose tenant is charged the tokens that are left to prefill."""
-        request = sequence.family.request
-        self._classes[class_key(request)].shares.serve(request.tenant, sequence.num_to_feed)
+        class_key, tenant = sequence.family.account
+        self._classes[class_key].shares.serve(tenant, sequence.num_to_feed)
         self.remove(sequence)
 
-    def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """A sequence that was admitted got more tokens; free of charge while nobody waits in its class."""
-        request = sequence.family.request
-        fair = self._classes.get(class_key(request))
+    def charge(self, account: Account, num_tokens: int) -> None:
+        """Sequences that were admitted got more tokens; free of charge while nobody waits in their class."""
+        fair = self._classes.get(account.class_key)
         if fair is not None:
-            fair.shares.charge(request.tenant, num_tokens)
+            fair.shares.charge(account.tenant, num_tokens)
 
     def _line(self, sequence: Sequence) -> _Line | None:
-        request = sequence.family.request
-        fair = self._classes.get(class_key(request))
-        return None if fair is None else fair.lines.get(request.tenant)
-
-
-def class_key(request: Request) -> ClassKey:
-    """Lower goes first: priority, then what has begun elsewhere."""
-    return request.priority, not request.num_generated
+        class_key, tenant = sequence.family.account
+        fair = self._classes.get(class_key)
+        return None if fair is None else fair.lines.get(tenant)

@@ -15,9 +15,10 @@ import pytest
 from cluster.headers import DEADLINE, TENANT, account, terms
 from cluster.membership import Member
 from cluster.router import Router
+from cluster.run import continuation
 from cluster.streams import Streams
 from planner.errors import DeadlineUnmeetable, InvalidRequest
-from planner.request import Request
+from planner.request import FinishReason, Request
 from tests.data_plane import SECRET, Worker, serving
 from tests.fake_fleet import FakeFleet
 from tests.fakes import FakeExecutor, fake_info
@@ -45,6 +46,11 @@ def test_a_tenant_that_is_no_name_is_refused(tenants: list[str]) -> None:
 def test_a_key_stands_for_a_tenant_and_is_not_told() -> None:
     assert account("Bearer secret") == account("bearer  secret ") != account("Bearer other")
     assert "secret" not in account("Bearer secret")
+
+
+def test_what_goes_on_elsewhere_keeps_tenant_and_deadline() -> None:
+    rest = continuation(Request(np.array([1]), 9, tenant="acme", deadline=7.5), 0, [4, 5])
+    assert (rest.tenant, rest.deadline, rest.num_generated) == ("acme", 7.5, 2)
 
 
 async def test_the_header_says_whose_request_it_is_and_the_key_does_where_it_is_silent() -> None:
@@ -132,6 +138,7 @@ async def test_a_deadline_ends_an_answer_everywhere() -> None:
         assert refusal(whole, 408)["code"] == "deadline_exceeded"
         assert "deadline_exceeded" in streamed.text.split("\n\n")[-2]
         await until(lambda: worker.engine.num_live == 0 and worker.engine.snapshot.owned_cells == 0)
+        assert worker.engine.metrics.finished == {FinishReason.FAILED: 2}  # it was the worker that ended them
 
 
 async def test_what_waits_beyond_its_deadline_is_never_computed() -> None:
