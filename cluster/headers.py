@@ -20,6 +20,8 @@ REQUEST_ID: Final = "x-request-id"
 DEADLINE: Final = "x-request-timeout-ms"
 TENANT: Final = "x-tenant"
 BACKSTOP_S: Final = 0.25
+"""A worker ends a request between two steps, and its word needs a moment to come."""
+
 _GOOD_TENANT: Final = re.compile(rf"[\x21-\x7e]{{1,{MAX_TENANT}}}")
 _GOOD_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 

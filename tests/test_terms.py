@@ -141,6 +141,25 @@ async def test_a_deadline_ends_an_answer_everywhere() -> None:
         assert worker.engine.metrics.finished == {FinishReason.FAILED: 2}  # it was the worker that ended them
 
 
+async def test_a_queue_full_of_tokens_is_a_429_that_says_when_to_come_again() -> None:
+    executor = slow()
+    async with whole_service(executor, max_num_seqs=1, max_waiting_tokens=40) as (d, worker):
+        executor.hold()
+        body = {"prompt": [1] * 30, "max_tokens": 2}
+        asking = []
+        for number in range(2):  # one runs, one waits
+            asking.append(asyncio.create_task(d.post("/v1/completions", **body)))
+            await until(lambda number=number: worker.engine.num_live == number + 1)
+            await until(lambda: len(executor.steps) == 1)
+        refused = asyncio.create_task(d.post("/v1/completions", **body))
+        await until(lambda: worker.engine.num_live == 3)
+        executor.release()
+        answer = await refused
+        assert refusal(answer, 429)["code"] == "queue_full"
+        assert 1 <= int(answer.headers["retry-after"]) <= 60
+        assert [(await task).status_code for task in asking] == [200, 200]
+
+
 async def test_what_waits_beyond_its_deadline_is_never_computed() -> None:
     async with whole_service(slow(), max_num_seqs=1) as (d, worker):
         running = asyncio.create_task(d.post("/v1/completions", **LONG | {"prompt": "a", "max_tokens": 80}))
