@@ -15,7 +15,8 @@ def limits(**changes: Any) -> Limits:
 
 
 @pytest.mark.parametrize(
-    "name", ["capacity", "context", "vocab_size", "max_num_seqs", "prefill_chunk_tokens", "max_waiting"]
+    "name",
+    ["capacity", "context", "vocab_size", "max_num_seqs", "prefill_chunk_tokens", "max_waiting", "max_waiting_tokens"],
 )
 def test_nothing_can_be_limited_to_zero(name: str) -> None:
     with pytest.raises(InvalidConfiguration, match=f"{name} must be at least 1, not 0") as refusal:
