@@ -85,11 +85,13 @@ class _View:
     def num_queued(self) -> int:
         """Tokens of the worker's queue that it will have to compute: it counts waiting prompts as a whole. What this
         gateway knows of its own is taken to hold for those of other gateways too."""
-        if self.snapshot is None or not self.num_seen:
-            return 0 if self.snapshot is None else self.snapshot.queued_prefill_tokens
-        return self.snapshot.queued_prefill_tokens * (self.num_seen - self.num_seen_cached) // self.num_seen
+        num_queued = 0 if self.snapshot is None else self.snapshot.queued_prefill_tokens
+        if self.num_seen:
+            num_queued = num_queued * (self.num_seen - self.num_seen_cached) // self.num_seen
+        return num_queued
 
     def count(self, sent: _Sent, sign: int) -> None:
+        """Let the snapshot count a request from now on (1), or no more (-1)."""
         self.num_seen += sign * sent.need.prompt_tokens
         self.num_seen_cached += sign * sent.num_cached
 

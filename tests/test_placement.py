@@ -379,3 +379,17 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_wherever_it_goe
     router.learn("a", told(asked))
     router.observe("a", snapshot(1, queued_prefill_tokens=10), draining=False)
     assert router.assign(1, asked) == "b"
+
+
+def test_what_waiting_prompts_will_find_resident_does_not_make_a_queue_look_long() -> None:
+    router = router_of("a", "b")
+    asked = prompt(600)
+    router.learn("b", told(asked))
+    for number in range(4):
+        assert router.assign(number, asked) == "b"
+    router.observe("b", snapshot(9, num_waiting=4, queued_prefill_tokens=2400), draining=False)
+    assert router.assign(4, asked) == "b"
+    for number in range(4):
+        router.settle("b", number)
+    # Now it is other prompts that wait, of which this gateway knows nothing.
+    assert router.assign(5, asked) == "a"
