@@ -19,9 +19,9 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl  # noqa: E402
 
 from planner.request import SamplingParams  # noqa: E402
-from worker import sampler_kernels  # noqa: E402
+from worker import gpu_race  # noqa: E402
 from worker.gpu_sampler import GpuSampler  # noqa: E402
-from worker.philox import coins  # noqa: E402
+from worker.race import arrival_times  # noqa: E402
 from worker.sampler import Draw, sample  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -37,6 +37,8 @@ needs_gpu = pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter
 KEY_SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 # A border as near as this, in shares of the row's mass, may fall on either side in float32.
 TOLERANCE = 1e-6
+# Of two tokens that arrive as near to each other as this, relatively, either may win in float32.
+TIE = 1e-5
 SETTINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(),
@@ -109,11 +111,11 @@ def run(logits: Tensor, settings: list[SamplingParams], positions: list[int]) ->
 class Oracle(NamedTuple):
     kept: Tensor  # bool[vocab]
     token: int
-    distance: float  # of the coin from the token's borders
+    lead: float  # of the winner before the second, as a share of its score
     border: float  # of top-p and min-p from the nearest place where they would cut otherwise
 
 
-def oracle(logits: Tensor, settings: SamplingParams, coin: float) -> Oracle:
+def oracle(logits: Tensor, settings: SamplingParams, position: int) -> Oracle:
     """Sorts one row in float64."""
     x = logits.cpu().double()
     as_float32 = {n: float(np.float32(getattr(settings, n))) for n in ("temperature", "top_p", "min_p")}
@@ -131,10 +133,10 @@ def oracle(logits: Tensor, settings: SamplingParams, coin: float) -> Oracle:
         kept = kept[before <= as_float32["top_p"]]
     mask = torch.zeros(len(x), dtype=torch.bool)
     mask[kept] = True
-    mass = torch.where(mask, p, 0.0)
-    cumulative = mass.cumsum(0) / mass.sum()
-    token = int(torch.searchsorted(cumulative, torch.tensor(coin, dtype=torch.float64), right=True))
-    return Oracle(mask, token, float((cumulative - coin).abs().min()), border)
+    times = arrival_times([settings.seed], [position], len(x), torch.device("cpu"))[0]
+    scores = torch.where(mask, p, 0.0) / times
+    first, second = scores.topk(2).values.tolist()
+    return Oracle(mask, int(scores.argmax()), 1 - second / first, border)
 
 
 def keys(logits: Tensor) -> Tensor:
@@ -176,8 +178,7 @@ def test_rows_of_all_kinds_keep_and_draw_what_the_oracle_does(kind: str, dtype: 
         if params.greedy:
             assert drawn.tokens[row] == cpu[row]
             continue
-        coin = float(coins([params.seed], [position])[0])
-        expected = oracle(logits[row], params, coin)
+        expected = oracle(logits[row], params, position)
         filtered = 0 < params.top_k < logits.shape[1] or params.top_p < 1 or params.min_p > 0
         if expected.border < TOLERANCE:
             continue
@@ -185,20 +186,20 @@ def test_rows_of_all_kinds_keep_and_draw_what_the_oracle_does(kind: str, dtype: 
             different = kept_by(logits[row], drawn.cut[row]) != expected.kept
             assert not different.any(), (row, params, different.sum())
         assert expected.kept[drawn.tokens[row]]
-        if expected.distance > TOLERANCE:
+        if expected.lead > TIE:
             assert drawn.tokens[row] == expected.token == cpu[row], (row, params)
 
 
 def test_few_rows_are_too_near_a_border_to_check() -> None:
     logits = make_logits(len(SETTINGS), "peaked", torch.float32)
-    checked = [oracle(x, s, 0.3).border >= TOLERANCE for x, s in zip(logits, SETTINGS, strict=True) if not s.greedy]
+    checked = [oracle(x, s, 1).border >= TOLERANCE for x, s in zip(logits, SETTINGS, strict=True) if not s.greedy]
     assert sum(checked) >= len(checked) - 2
 
 
 def test_the_oracle_sees_a_token_too_many() -> None:
     logits = make_logits(1, "tied", torch.float32)
     cut = run(logits, [SamplingParams(top_k=5)], [1]).cut[0]
-    expected = oracle(logits[0], SamplingParams(top_k=5), 0.5)
+    expected = oracle(logits[0], SamplingParams(top_k=5), 1)
     assert (kept_by(logits[0], cut) == expected.kept).all()
     assert (kept_by(logits[0], cut + torch.tensor([0, VOCAB_SIZE // 2])) != expected.kept).any()
 
@@ -241,21 +242,47 @@ def test_the_largest_logit_wins_at_temperature_0_and_the_lowest_id_on_ties() -> 
     assert run(logits, [SETTINGS[0]] * 3, [1] * 3).tokens.tolist() == [130, 0, 0]
 
 
+def test_plain_rows_draw_what_the_cpu_draws() -> None:
+    num_rows = 48
+    logits = make_logits(num_rows, "flat", torch.float32, seed=3)
+    settings = [SamplingParams(temperature=0.5 + row / num_rows, seed=row * 2**59) for row in range(num_rows)]
+    positions = [row * 10_007 + 1 for row in range(num_rows)]
+    cpu = sample(logits.cpu(), [Draw(s, p) for s, p in zip(settings, positions, strict=True)])
+    assert torch.equal(run(logits, settings, positions).tokens, cpu.int())
+
+
 @triton.jit
-def write_uniform(seeds, positions, out):  # type: ignore[no-untyped-def]
+def write_times(seeds, positions, out):  # type: ignore[no-untyped-def]
     i = tl.program_id(0)
-    tl.store(out + i, sampler_kernels.uniform(tl.load(seeds + i), tl.load(positions + i)))
+    group = i * 2 + tl.arange(0, 2)
+    token = group[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(out + token, gpu_race.times_of(group, tl.load(seeds + i), tl.load(positions + i)))
 
 
-def test_the_coin_is_the_first_word_of_philox_by_seed_and_position() -> None:
+def test_arrival_times_are_those_of_the_rule() -> None:
     seeds = [0, 1, 2**32, 2**63, 2**64 - 1, 0x0123456789ABCDEF]
     positions = [0, 1, 2, 100_000, 2**31 - 1, 7]
-    out = torch.empty(len(seeds), device=DEVICE)
+    out = torch.empty(len(seeds), 128, device=DEVICE)
     signed = torch.tensor([s - 2**64 if s >= 2**63 else s for s in seeds], device=DEVICE)
-    write_uniform[(len(seeds),)](signed, torch.tensor(positions, dtype=torch.int32, device=DEVICE), out)
-    assert out.cpu().double().tolist() == coins(seeds, positions).tolist()
-    # Random123's known answer for zero key and counter begins 6627e8d5.
-    assert float(out[0]) == (0x6627E8D5 >> 8) / 2**24
+    write_times[(len(seeds),)](signed, torch.tensor(positions, dtype=torch.int32, device=DEVICE), out)
+    rule = arrival_times(seeds, positions, 128 * len(seeds), torch.device("cpu"))
+    expected = torch.stack([rule[i, 128 * i : 128 * i + 128] for i in range(len(seeds))])
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-6, atol=0.0)
+
+
+@triton.jit
+def write_exponential(words, out):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, 16)
+    tl.store(out + i, gpu_race._exponential(tl.load(words + i).to(tl.uint32)))
+
+
+def test_the_earliest_and_the_latest_times_are_as_exact_as_the_others() -> None:
+    words = [0, 1, 2, 255, 2**16, 2**24 + 1, 2**29 - 1, 2**29, 2**29 + 512, 2**30, 2**31 - 1, 2**31, 2**32 - 2**16]
+    words += [2**32 - 256, 2**32 - 2, 2**32 - 1]
+    out = torch.empty(16, device=DEVICE)
+    write_exponential[(1,)](torch.tensor(words, dtype=torch.int64, device=DEVICE), out)
+    expected = -torch.log1p(-(torch.tensor(words, dtype=torch.float64) + 0.5) * 2.0**-32)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-6, atol=0.0)
 
 
 @needs_gpu
@@ -265,7 +292,7 @@ def test_twenty_thousand_draws_have_the_frequencies_of_the_distribution(params: 
     row = make_logits(1, "flat", torch.float32, vocab_size=50)
     tokens = run(row.expand(num_draws, 50).contiguous(), [replace(params, seed=11)] * num_draws, list(range(num_draws)))
     p = torch.softmax(row[0].cpu().double(), dim=-1)
-    p = torch.where(oracle(row[0], params, 0.5).kept, p, 0.0)
+    p = torch.where(oracle(row[0], params, 1).kept, p, 0.0)
     p /= p.sum()
     counts = torch.bincount(tokens.tokens.long(), minlength=50).double()
     deviation = (num_draws * p * (1 - p)).sqrt()

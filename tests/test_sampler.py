@@ -1,4 +1,4 @@
-"""The sampler: known answers of its generator, order of its filters, and distributions."""
+"""The sampler: order of its filters, what they keep, penalties, and the draw's place behind them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from planner.request import SamplingParams
 from worker.logprobs import token_logprobs
-from worker.philox import coins, philox4x32
+from worker.race import torch_race
 from worker.sampler import Draw, keep_likely, sample
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 3.0, -1.0, 0.0])
@@ -34,29 +34,6 @@ def kept(logits: torch.Tensor, **options: Any) -> list[int]:
     return left[0].nonzero()[:, 0].tolist()
 
 
-def test_philox_gives_the_known_answers_of_its_authors() -> None:
-    zeros, ones = np.zeros(4, np.uint32), np.full(4, 0xFFFFFFFF, np.uint32)
-    words = philox4x32(np.stack((zeros, ones)), np.stack((zeros[:2], ones[:2])))
-    assert [f"{word:08x}" for word in words[0]] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
-    assert [f"{word:08x}" for word in words[1]] == ["408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"]
-
-
-def test_a_coin_is_a_function_of_seed_and_position_alone() -> None:
-    seeds, positions = [0, 0, 1, 2**64 - 1, 2**32], [0, 1, 0, 5, 0]
-    together = coins(seeds, positions)
-    alone = [coins([seed], [position])[0] for seed, position in zip(seeds, positions, strict=True)]
-    assert together.tolist() == alone
-    assert len(set(alone)) == len(alone)
-    assert together[0] == (0x6627E8D5 >> 8) / 2**24
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
-def test_every_seed_gives_evenly_spread_coins(seed: int) -> None:
-    drawn = coins([seed] * 4000, list(range(4000)))
-    assert abs(drawn.mean() - 0.5) < 0.02
-    assert ((drawn >= 0) & (drawn < 1)).all()
-
-
 def test_greedy_takes_the_lowest_id_on_ties_and_ignores_filters() -> None:
     assert one(LOGITS, draw(temperature=0.0, top_k=1, top_p=0.1)) == 1
 
@@ -70,10 +47,18 @@ def test_tokens_come_in_proportion_to_their_probability() -> None:
         assert abs(counts[token] / num_draws - probability) < 0.03
 
 
-def test_inverse_cdf_runs_in_token_order() -> None:
-    coin = coins([5], [3])[0]
-    cumulative = np.cumsum(LOGITS.double().softmax(-1).numpy())
-    assert one(LOGITS, draw(3, seed=5)) == int(np.searchsorted(cumulative, coin, side="right"))
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
+def test_every_seed_draws_at_every_position_anew(seed: int) -> None:
+    drawn = sample(torch.zeros(500, 8), [draw(position, seed=seed) for position in range(500)])
+    counts = torch.bincount(drawn, minlength=8)
+    assert ((counts - 62.5).abs() < 4.5 * math.sqrt(62.5)).all()
+
+
+def test_a_draw_is_the_race_of_what_the_filters_keep() -> None:
+    left = keep_likely((LOGITS / 0.7).softmax(-1)[None], [SamplingParams(top_k=4)])
+    for position in range(100):
+        which = draw(position, temperature=0.7, top_k=4, seed=5)
+        assert one(LOGITS, which) == int(torch_race(left, [5], [position])[0])
 
 
 def test_top_k_keeps_the_lowest_ids_where_the_kth_ties() -> None:
@@ -159,6 +144,12 @@ def test_bias_and_masks_apply_to_greedy_and_sampled_rows() -> None:
     assert one(LOGITS, draw(temperature=0.0, logit_bias=((1, -100.0),), masked=frozenset({3}))) == 2
     for position in range(50):
         assert one(LOGITS, draw(position, masked=frozenset({0, 1, 2, 3, 5}))) == 4
+
+
+def test_where_only_one_token_is_kept_it_is_drawn() -> None:
+    for position in range(50):
+        assert one(LOGITS, draw(position, top_k=1)) == 1
+        assert one(LOGITS, draw(position, top_p=0.0)) == 1
 
 
 def test_a_tiny_temperature_is_greedy_and_stays_finite() -> None:

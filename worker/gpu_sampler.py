@@ -1,10 +1,9 @@
 """Draws tokens on the GPU, rows of any mix of settings in one fixed launch, with nothing for the host to wait for.
 
 The algorithm is `worker.sampler`'s: logits / temperature; min-p, then top-k, then top-p, lowest id first among equals;
-then the inverse CDF, in token order over the kept tokens, of one coin: Philox4x32-10 (Salmon et al. 2011) keyed by
-(seed, position). Arithmetic is float32 against that one's float64, so a coin within about 1e-6 of a token's border may
-fall on its other side, and so may a token within that of top-p's or min-p's border. Not here: penalties, bias, masks
-and log probabilities, whose rows finish outside.
+then the race of what is kept (`worker.race`), with the same noise. Arithmetic is float32: where two tokens arrive
+within about 1e-6 of each other either may be first, and a token within that of top-p's or min-p's border may fall on
+its other side. Not here: penalties, bias, masks and log probabilities, whose rows finish outside.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ class GpuSampler:
         self._group_max = torch.empty(max_rows, num_groups, dtype=torch.float32, device=device)
         self._group_mass = torch.empty_like(self._group_max)
         self._chunk_mass = torch.empty(max_rows, self._num_chunks, dtype=torch.float32, device=device)
+        self._chunk_score = torch.empty_like(self._chunk_mass)
+        self._chunk_winner = torch.empty(max_rows, self._num_chunks, dtype=torch.int32, device=device)
         self._listed = torch.empty(max_rows, num_groups, dtype=torch.int32, device=device)
         # Of each filtered row: key of the threshold, and the last token kept at it. For tests; nothing else reads it.
         self.cut = torch.empty(max_rows, 2, dtype=torch.int32, device=device)
@@ -53,7 +54,7 @@ class GpuSampler:
         Row r has the settings of slot `row_slots[r]`, int32[B]. Per slot: `temperature` float32 (0: the largest logit,
         lowest id first), `top_k` int32 (0: off), `top_p` float32 (1: off), `min_p` float32 (0: off), `seed` int64 (the
         64 bits of an unsigned one), `length` int32: positions before this step's token. The drawn token's position,
-        which keys the coin, is therefore `length + 1`.
+        which keys the noise, is therefore `length + 1`.
 
         Writes `out_tokens` int32[B] and `bad_rows` int32[B]: 1 where a row holds NaN or +infinity or nothing but
         -infinity; its token is then 0 and means nothing. A single -infinity is a token without a chance.
@@ -68,9 +69,16 @@ class GpuSampler:
             logits,
             row_slots,
             temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            length,
             self._group_max,
             self._group_mass,
             self._chunk_mass,
+            self._chunk_score,
+            self._chunk_winner,
             logits.stride(0),
             self._vocab_size,
             self._num_chunks,
@@ -90,6 +98,8 @@ class GpuSampler:
             self._group_max,
             self._group_mass,
             self._chunk_mass,
+            self._chunk_score,
+            self._chunk_winner,
             self._listed,
             self.cut,
             logits.stride(0),

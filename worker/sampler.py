@@ -1,4 +1,4 @@
-"""Draws tokens from logits, batched over rows: penalties, bias and masks, then greedy or by one random coin a row.
+"""Draws tokens from logits, batched over rows: penalties, bias and masks, then greedy or by a race of the kept tokens.
 
 A row that asks for nothing special pays for nothing: a batch of greedy rows is one arg max.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from planner.request import SamplingParams, TokenArray
-from worker.philox import coins
+from worker.race import Race, torch_race
 
 # How many of the largest probabilities are sorted at first; rows that keep more of them sort all.
 _FIRST_SORTED = 256
@@ -21,7 +21,7 @@ _FIRST_SORTED = 256
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row's draw. `position` is the position that the drawn token will take and, with the seed, its coin.
+    """One row's draw. `position` is the position that the drawn token will take and, with the seed, its noise.
 
     `history` int64[position] and `num_prompt` are needed where `sampling.needs_history`; `masked` ids have no chance.
     """
@@ -37,10 +37,11 @@ class Draw:
         return bool(self.masked or self.sampling.logit_bias or self.sampling.needs_history)
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def sample(logits: Tensor, draws: Sequence[Draw], race: Race = torch_race) -> Tensor:
     """Draw one token a row from float32[N, vocab_size]; int64[N]. `logits` stay as they are.
 
-    Order: repetition, frequency and presence penalty, bias, masks; temperature; min-p, top-k, top-p; the coin.
+    Order: repetition, frequency and presence penalty, bias, masks; temperature; min-p, top-k, top-p; then `race`, any
+    form of `worker.race` that runs on the device of `logits`.
     """
     changed = [row for row, draw in enumerate(draws) if draw.changes_logits]
     if changed:
@@ -52,10 +53,10 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         return logits.argmax(dim=-1)
     random_draws = [draws[row] for row in random]
     if len(random) == len(draws):
-        return _sample_random(logits, random_draws)
+        return _sample_random(logits, random_draws, race)
     tokens = logits.argmax(dim=-1)
     rows = torch.tensor(random, device=logits.device)
-    tokens[rows] = _sample_random(logits.index_select(0, rows), random_draws)
+    tokens[rows] = _sample_random(logits.index_select(0, rows), random_draws, race)
     return tokens
 
 
@@ -86,7 +87,7 @@ def adjust(logits: Tensor, draw: Draw) -> None:
         logits[torch.tensor(sorted(draw.masked), device=logits.device)] = -torch.inf
 
 
-def _sample_random(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _sample_random(logits: Tensor, draws: Sequence[Draw], race: Race) -> Tensor:
     params = [draw.sampling for draw in draws]
     device = logits.device
     temperatures = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=device)
@@ -99,12 +100,7 @@ def _sample_random(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     if filtered:
         rows = torch.tensor(filtered, device=device)
         probabilities[rows] = keep_likely(probabilities.index_select(0, rows), [params[row] for row in filtered])
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    coin = torch.from_numpy(coins([p.seed for p in params], [draw.position for draw in draws])).to(device)
-    targets = coin[:, None] * cumulative[:, -1:]
-    # The first token whose cumulative mass exceeds the target: its own mass is never zero. Only where nothing at all
-    # may be drawn (every id masked) is there none.
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+    return race(probabilities, [p.seed for p in params], [draw.position for draw in draws])
 
 
 def keep_likely(probabilities: Tensor, params: Sequence[SamplingParams]) -> Tensor:

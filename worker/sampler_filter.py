@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 
 from worker.float_keys import floor_key, key_of, value_of
-from worker.sampler_layout import CHUNK, CHUNK_GROUPS, GROUP, LOG2_E, NO_TOKEN, first_past, sum_of
+from worker.gpu_race import times_of, winner_of
+from worker.sampler_layout import CHUNK, CHUNK_GROUPS, GROUP, LOG2_E, NO_TOKEN, sum_of
 
 
 @triton.jit
-def draw_filtered(row_logits, max_g, mass_g, groups, mass, coin, top_k, top_p, min_p, cut, KEY_SHIFT: tl.constexpr):
-    """Min-p, then top-k, then top-p, each a threshold key; then the inverse CDF over what is left, in token order.
+def draw_filtered(row_logits, max_g, mass_g, groups, mass, noise, top_k, top_p, min_p, cut, KEY_SHIFT: tl.constexpr):
+    """Min-p, then top-k, then top-p, each a threshold key; then the race of what is left. `noise` is (seed, position).
 
     A threshold is the smallest key with at most `limit` strictly above it: a count of k - 1 for top-k, a share p of the
     mass for top-p. Of the tokens at the threshold itself the lowest `num_tied` are kept.
@@ -60,11 +61,10 @@ def draw_filtered(row_logits, max_g, mass_g, groups, mass, coin, top_k, top_p, m
         num_tied = tl.minimum(num_fitting, tl.where(threshold == k_threshold, tl.minimum(num_tied, tied), tied))
     last_tied = NO_TOKEN + 0
     if num_tied < tied:
-        last_tied = _find(row_logits, num_listed, threshold, NO_TOKEN, num_tied - 0.5, True, KEY_SHIFT)
+        last_tied = _tied_token(row_logits, num_listed, threshold, num_tied, KEY_SHIFT)
     tl.store(cut, threshold)
     tl.store(cut + 1, last_tied)
-    target = coin * (above + num_tied * one)
-    return _find(row_logits, num_listed, threshold, last_tied, target, False, KEY_SHIFT)
+    return _race(row_logits, num_listed, threshold, last_tied, noise, KEY_SHIFT)
 
 
 @triton.jit
@@ -144,37 +144,54 @@ def _measure(row_logits, num_listed, threshold, KEY_SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _find(row_logits, num_listed, threshold, last_tied, target, BY_COUNT: tl.constexpr, KEY_SHIFT: tl.constexpr):
-    """The first token whose cumulative mass exceeds `target`, in token order over the kept tokens.
-
-    Kept are those above the threshold and, up to `last_tied`, those at it. By count: a mass of 1 for each token at the
-    threshold and none else.
-    """
+def _tied_token(row_logits, num_listed, threshold, ordinal, KEY_SHIFT: tl.constexpr):
+    """The `ordinal`-th token at the threshold, counted from 1 in token order."""
     border = value_of(threshold, KEY_SHIFT)
     found = NO_TOKEN + 0
-    passed = 0.0
-    last = tl.zeros((CHUNK_GROUPS, GROUP), tl.int32)
+    passed = 0
+    for first in range(0, num_listed, CHUNK_GROUPS):
+        token, _, x = _load_block(row_logits, first, num_listed)
+        is_tied = (x == border).to(tl.int32)
+        num_tied = sum_of(is_tied)
+        if (passed < ordinal) & (passed + num_tied >= ordinal):
+            is_tied = tl.reshape(is_tied, (CHUNK,))
+            is_past = (is_tied > 0) & (tl.cumsum(is_tied, axis=0) >= ordinal - passed)
+            found = tl.min(tl.where(is_past, tl.reshape(token, (CHUNK,)), NO_TOKEN), axis=0)
+        passed += num_tied
+    return found
+
+
+@triton.jit
+def _race(row_logits, num_listed, threshold, last_tied, noise, KEY_SHIFT: tl.constexpr):
+    """The winner among the kept tokens: those above the threshold and, up to `last_tied`, those at it."""
+    border = value_of(threshold, KEY_SHIFT)
+    seed, position = noise
+    best = 0.0
+    winner = NO_TOKEN + 0
     for first in range(0, num_listed, CHUNK_GROUPS):
         token, mass, x = _load_block(row_logits, first, num_listed)
-        if BY_COUNT:
-            mass = tl.where(x == border, 1.0, 0.0)
-        else:
-            mass = tl.where((x > border) | ((x == border) & (token <= last_tied)), mass, 0.0)
-        last = tl.where(mass > 0, token, last)
-        block_mass = sum_of(mass)
-        if (found == NO_TOKEN) & (passed + block_mass > target):
-            found = first_past(tl.reshape(mass, (CHUNK,)), tl.reshape(token, (CHUNK,)), target - passed)
-        passed += block_mass
-    return tl.where(found == NO_TOKEN, tl.max(tl.max(last, axis=1), axis=0), found)
+        mass = tl.where((x > border) | ((x == border) & (token <= last_tied)), mass, 0.0)
+        score, leader = winner_of(mass / times_of(_load_groups(row_logits, first, num_listed), seed, position), token)
+        # Blocks come in token order: a later one must be better.
+        winner = tl.where(score > best, leader, winner)
+        best = tl.maximum(score, best)
+    return winner
 
 
 @triton.jit
 def _load_block(row_logits, first, num_listed):
     """Tokens, masses and logits of the listed groups from `first` on, [64, 64] each; -infinity where there is none."""
-    logits, listed, largest, scale, vocab_size = row_logits
+    logits, _, largest, scale, vocab_size = row_logits
     position = first + tl.arange(0, CHUNK_GROUPS)
-    group = tl.load(listed + position, mask=position < num_listed, other=0)
+    group = _load_groups(row_logits, first, num_listed)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     is_there = (position < num_listed)[:, None] & (token < vocab_size)
     x = tl.load(logits + token, mask=is_there, other=float("-inf")).to(tl.float32)
     return token, tl.exp2((x - largest) * scale), x
+
+
+@triton.jit
+def _load_groups(row_logits, first, num_listed):
+    """The listed groups int32[64] from `first` on; 0 where there is none."""
+    position = first + tl.arange(0, CHUNK_GROUPS)
+    return tl.load(row_logits[1] + position, mask=position < num_listed, other=0)

@@ -17,15 +17,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def first_past(mass, index, target):
-    """The first index whose cumulative mass exceeds `target`; the last that has mass if rounding leaves none."""
-    is_past = (tl.cumsum(mass, axis=0) > target) & (mass > 0)
-    first = tl.min(tl.where(is_past, index, NO_TOKEN), axis=0)
-    last = tl.max(tl.where(mass > 0, index, 0), axis=0)
-    return tl.where(first == NO_TOKEN, last, first)
-
-
-@triton.jit
 def sum_of(block):
     return tl.sum(tl.sum(block, axis=1), axis=0)
 

@@ -17,10 +17,12 @@ from planner.step import Chunk, ChunkOutput, Step, StepResult
 from worker.attention import Span, TorchAttention
 from worker.batch import Batch, Piece, cut, selector
 from worker.cpu_attention import CpuAttention, Kernel, lone_token_kernel
+from worker.cpu_race import compile_cpu_race
 from worker.executor import ProgramInfo
 from worker.kv_pool import KvPool
 from worker.logprobs import token_logprobs
 from worker.models.decoder import Attention, Decoder
+from worker.race import torch_race
 from worker.sampler import Draw, sample
 
 # Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
@@ -45,7 +47,7 @@ class TorchExecutor:
     """An `Executor`; see `worker.executor`. Owns the pool. One step in flight, which `launch` runs to its end."""
 
     def __init__(self, info: ProgramInfo, decoder: Decoder, pool: KvPool) -> None:
-        """`pool` has the decoder's geometry, dtype and device. On the CPU this compiles a kernel, once a machine."""
+        """`pool` has the decoder's geometry, dtype and device. On the CPU this compiles kernels, once a machine."""
         self._info = info
         self._decoder = decoder
         self._pool = pool
@@ -53,6 +55,7 @@ class TorchExecutor:
         self._lone_token_kernel: Kernel | None = None
         if decoder.device.type == "cpu" and decoder.dtype == torch.float32:
             self._lone_token_kernel = lone_token_kernel(config.head_dim, config.num_heads // config.num_kv_heads)
+        self._race = compile_cpu_race() if decoder.device.type == "cpu" else torch_race
         self._result: StepResult | None = None
 
     @property
@@ -120,7 +123,7 @@ class TorchExecutor:
             logits, pieces = logits[good_rows], [pieces[row] for row in good_rows]
         if not pieces:
             return
-        tokens = sample(logits, [_draw(piece.chunk) for piece in pieces]).tolist()
+        tokens = sample(logits, [_draw(piece.chunk) for piece in pieces], self._race).tolist()
         for piece, token in zip(pieces, tokens, strict=True):
             runs[piece.index].token = token
         asked = [row for row, piece in enumerate(pieces) if piece.chunk.sampling.logprobs is not None]
