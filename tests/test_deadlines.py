@@ -169,6 +169,11 @@ def test_an_engine_measures_its_queue_and_tells_it_in_every_report() -> None:
         bench.heard.wait(lambda: any(report.snapshot.queue_tokens_per_s for report in bench.heard.reports))
         rate = next(rate for report in bench.heard.reports if (rate := report.snapshot.queue_tokens_per_s))
         assert 0 < rate <= 64 / 0.02 * 1.1  # 64 tokens a step at most
+        bench.client.submit(99, in_s(0.2))
+        bench.client.submit(98, in_s(5.0, tenant="other"))
+        bench.heard.wait_ended(98, 99)
+        assert isinstance(bench.heard.refusals[99][0], DeadlineUnmeetable)
+        assert bench.heard.reason(98) is FinishReason.LENGTH
         bench.heard.wait_quiet()
         assert bench.heard.snapshot.queue_tokens_per_s is None
 
