@@ -122,6 +122,9 @@ class ResidentBlocks:
 
 def _take(names: dict[int, None], most: int) -> tuple[int, ...]:
     taken = tuple(islice(names, most))
-    for name in taken:
-        del names[name]
+    if len(taken) == len(names):
+        names.clear()  # deleted one by one, they would leave a table that each later look walks through
+    else:
+        for name in taken:
+            del names[name]
     return taken
