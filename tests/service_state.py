@@ -29,7 +29,8 @@ class ServiceState:
         self._process = process
 
     def ask(self) -> dict[str, list[dict[str, Any]]]:
-        """`gateways`: a `cluster.activity.Activity` each. `workers`: a `planner.limits.Snapshot` each."""
+        """`gateways`: a `cluster.activity.Activity` each, and `predictions`: a `cluster.router.Predictions` each.
+        `workers`: a `planner.limits.Snapshot` each."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -77,7 +78,11 @@ def main() -> None:
     gateways = serve.get_deployment_handle("Gateway", "raycomb")
     workers = serve.get_deployment_handle("Worker", "raycomb")
     for _ in sys.stdin:
-        asked = {"gateways": gateways.broadcast("activity"), "workers": workers.broadcast("snapshot")}
+        asked = {
+            "gateways": gateways.broadcast("activity"),
+            "predictions": gateways.broadcast("predictions"),
+            "workers": workers.broadcast("snapshot"),
+        }
         told = {side: list(map(dataclasses.asdict, a.results(timeout_s=ANSWER_S))) for side, a in asked.items()}
         print(json.dumps(told), flush=True)
     ray.shutdown()
