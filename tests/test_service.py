@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
+from google.protobuf import json_format
 
+from protos import inference_pb2, inference_pb2_grpc
 from tests.service_process import ServiceProcess, running_service, tiny_checkpoint, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(290)]
@@ -37,12 +41,24 @@ def shell(script: str, **variables: str) -> str:
 
 
 def test_the_curl_of_the_readme_streams_an_answer(smollm2_service: ServiceProcess, api_key: str) -> None:
-    for block in blocks_of_readme("console", "curl "):
+    for block in blocks_of_readme("console", "curl -N"):
         script = block.replace(DOCUMENTED_URL, smollm2_service.url)
         told = shell(script.replace("curl ", f'curl --noproxy "*" -sS -H "authorization: Bearer {api_key}" ', 1))
         assert told.startswith("data: {")
         assert told.endswith("data: [DONE]\n\n")
         assert "Paris" in told
+
+
+def test_the_grpcurl_of_the_readme_is_a_call_that_is_answered(smollm2_service: ServiceProcess, api_key: str) -> None:
+    (block,) = blocks_of_readme("console", "grpcurl")
+    parts = shlex.split(block)
+    body, method = parts[parts.index("-d") + 1], parts[-1]
+    assert method == "raycomb.v1.Inference/Generate"
+    with grpc.insecure_channel(f"127.0.0.1:{smollm2_service.grpc_port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = json_format.Parse(body, inference_pb2.GenerateRequest())
+        messages = list(stub.Generate(request, metadata=(("authorization", f"Bearer {api_key}"),), timeout=60))
+    assert sum(len(piece.text) for message in messages for piece in message.choices) > 0
 
 
 def test_the_python_of_the_readme_gets_an_answer(smollm2_service: ServiceProcess, api_key: str) -> None:
