@@ -245,7 +245,7 @@ def test_the_largest_logit_wins_at_temperature_0_and_the_lowest_id_on_ties() -> 
 def test_plain_rows_draw_what_the_cpu_draws() -> None:
     num_rows = 48
     logits = make_logits(num_rows, "flat", torch.float32, seed=3)
-    settings = [SamplingParams(temperature=0.5 + row / num_rows, seed=row * 2**59) for row in range(num_rows)]
+    settings = [SamplingParams(temperature=0.5 + row / num_rows, seed=row * 2**58) for row in range(num_rows)]
     positions = [row * 10_007 + 1 for row in range(num_rows)]
     cpu = sample(logits.cpu(), [Draw(s, p) for s, p in zip(settings, positions, strict=True)])
     assert torch.equal(run(logits, settings, positions).tokens, cpu.int())

@@ -41,7 +41,7 @@ def _exponential(word):
 
 @triton.jit
 def winner_of(score, token):
-    """The best of scores [64, 64] and its token, the lowest on ties; NO_TOKEN where none has a score above 0."""
+    """The best of scores [G, GROUP] and its token, the lowest on ties; NO_TOKEN where none has a score above 0."""
     best = tl.max(tl.max(score, axis=1), axis=0)
     tied = tl.where((score == best) & (score > 0), token, NO_TOKEN)
     return best, tl.min(tl.min(tied, axis=1), axis=0)

@@ -154,8 +154,8 @@ def _tied_token(row_logits, num_listed, threshold, ordinal, KEY_SHIFT: tl.conste
         is_tied = (x == border).to(tl.int32)
         num_tied = sum_of(is_tied)
         if (passed < ordinal) & (passed + num_tied >= ordinal):
-            is_tied = tl.reshape(is_tied, (CHUNK,))
-            is_past = (is_tied > 0) & (tl.cumsum(is_tied, axis=0) >= ordinal - passed)
+            flat = tl.reshape(is_tied, (CHUNK,))
+            is_past = (flat > 0) & (tl.cumsum(flat, axis=0) >= ordinal - passed)
             found = tl.min(tl.where(is_past, tl.reshape(token, (CHUNK,)), NO_TOKEN), axis=0)
         passed += num_tied
     return found

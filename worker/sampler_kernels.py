@@ -15,7 +15,7 @@ import triton.language as tl
 
 from worker.gpu_race import times_of, winner_of
 from worker.sampler_filter import draw_filtered
-from worker.sampler_layout import CHUNK_GROUPS, GROUP, NO_TOKEN, scale_of, sum_of
+from worker.sampler_layout import CHUNK_GROUPS, GROUP, NO_TOKEN, RACE_GROUPS, scale_of, sum_of
 
 
 @triton.jit
@@ -36,23 +36,43 @@ def scan(
     max_g = tl.max(x, axis=1)
     tl.store(group_max + row * num_chunks * CHUNK_GROUPS + group, max_g)
     largest = tl.max(max_g, axis=0)
+    num_bad = sum_of(((x != x) | (x == float("inf"))).to(tl.int32))
     slot = tl.load(row_slots + row)
     temperature = tl.load(temperatures + slot)
     mass = 0.0
     if temperature > 0:
         base = tl.where(largest == float("-inf"), 0.0, largest)
-        p = tl.exp2((x - base) * scale_of(temperature))
+        scale = scale_of(temperature)
         if _keeps_all(tl.load(top_ks + slot), tl.load(top_ps + slot), tl.load(min_ps + slot), vocab_size):
-            times = times_of(group, tl.load(seeds + slot), tl.load(lengths + slot) + 1)
-            score, winner = winner_of(p / times, token)
+            logits += row.to(tl.int64) * row_stride
+            noise = (tl.load(seeds + slot), tl.load(lengths + slot) + 1)
+            score, winner = _race_chunk(logits, chunk, base, scale, noise, vocab_size)
             tl.store(chunk_score + row * num_chunks + chunk, score)
             tl.store(chunk_winner + row * num_chunks + chunk, winner)
         else:
-            mass_g = tl.sum(p, axis=1)
+            mass_g = tl.sum(tl.exp2((x - base) * scale), axis=1)
             mass = tl.sum(mass_g, axis=0)
             tl.store(group_mass + row * num_chunks * CHUNK_GROUPS + group, mass_g)
-    num_bad = sum_of(((x != x) | (x == float("inf"))).to(tl.int32))
     tl.store(chunk_mass + row * num_chunks + chunk, tl.where(num_bad > 0, float("nan"), mass))
+
+
+@triton.jit
+def _race_chunk(logits, chunk, base, scale, noise, vocab_size):
+    """Best score of a chunk's tokens, and whose it is.
+
+    In parts, which come from the cache once more: all at once would take the registers of a third program.
+    """
+    seed, position = noise
+    best = tl.zeros((RACE_GROUPS, GROUP), tl.float32)
+    winner = tl.full((RACE_GROUPS, GROUP), NO_TOKEN, tl.int32)
+    for first in range(0, CHUNK_GROUPS, RACE_GROUPS):
+        group = chunk * CHUNK_GROUPS + first + tl.arange(0, RACE_GROUPS)
+        token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        x = tl.load(logits + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+        score = tl.exp2((x - base) * scale) / times_of(group, seed, position)
+        winner = tl.where(score > best, token, winner)
+        best = tl.maximum(score, best)
+    return winner_of(best, winner)
 
 
 @triton.jit

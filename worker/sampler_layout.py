@@ -12,6 +12,7 @@ import triton.language as tl
 GROUP = tl.constexpr(64)
 CHUNK_GROUPS = tl.constexpr(64)
 CHUNK = tl.constexpr(64 * 64)
+RACE_GROUPS = tl.constexpr(16)  # that race at once
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
