@@ -35,11 +35,7 @@ PROMPTS = (
 
 
 def the_requests() -> list[dict[str, Any]]:
-    """Twelve requests with one right answer each.
-
-    A step of other batch mates rounds logits otherwise, by some 1e-6 of them. Of a whole vocabulary's thousands of tail
-    tokens one in a few hundred draws is that close to its neighbour; of twenty tokens none in a hundred thousand is.
-    """
+    """Twelve requests with one right answer each, although a step of other batch mates rounds logits otherwise."""
     requests: list[dict[str, Any]] = []
     for number in range(12):
         body: dict[str, Any] = {
@@ -47,7 +43,6 @@ def the_requests() -> list[dict[str, Any]]:
             "prompt": PROMPTS[number % len(PROMPTS)],
             "max_tokens": 24 + 4 * number,
             "temperature": [0.0, 0.7, 1.0][number % 3],
-            "top_k": 20,
             "n": 1 + number % 3,
             "seed": 100 + number,
             "stream": True,
