@@ -19,6 +19,8 @@ from planner.errors import InvalidConfiguration
 
 DEFAULT_GRPC_PORT = 9000
 EVERY_ADDRESS = ("0.0.0.0", "::")
+FIRST_HTTP_PORT, FIRST_GRPC_PORT = 30_000, 40_000
+PORTS_OF_A_BLOCK, NUM_BLOCKS = 100, 20
 HARD_STOP_S = 3600
 """HAProxy cuts what is older than this when its set of gateways changes; no answer takes so long."""
 
@@ -52,8 +54,15 @@ def front_environment(front: Front) -> Iterator[dict[str, str]]:
 
     stats_port, metrics_port, http_port, grpc_port = free_ports(4)
     # Serve adds 57 characters to the folder's name, and a socket's path may have 97.
-    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        _block_of_ports() as block,
+    ):
         yield {
+            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(FIRST_HTTP_PORT + block + 1),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(FIRST_HTTP_PORT + block + PORTS_OF_A_BLOCK - 1),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(FIRST_GRPC_PORT + block + 1),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(FIRST_GRPC_PORT + block + PORTS_OF_A_BLOCK - 1),
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
@@ -69,6 +78,22 @@ def front_environment(front: Front) -> Iterator[dict[str, str]]:
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_port),
             "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_port),
         }
+
+
+@contextmanager
+def _block_of_ports() -> Iterator[int]:
+    """A range for the gateways behind one HAProxy, as an offset, taken from other services of this machine for as long
+    as the block lasts: by holding the port below it. gRPC servers share a port that two of them ask for, so that calls
+    to one service reached the other."""
+    for block in range(0, NUM_BLOCKS * PORTS_OF_A_BLOCK, PORTS_OF_A_BLOCK):
+        with socket.socket() as held:
+            try:
+                held.bind(("127.0.0.1", FIRST_HTTP_PORT + block))
+            except OSError:
+                continue
+            yield block
+            return
+    raise InvalidConfiguration(f"{NUM_BLOCKS} services run behind HAProxy on this machine already; no ports are left")
 
 
 def haproxy_without_splice(folder: Path, binary: str) -> Path:
