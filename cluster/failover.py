@@ -24,7 +24,8 @@ class FailoverLimits:
 
     * `timeout_s`: how long a run waits for a worker before it fails.
     * `max_failovers`: how many workers one sequence may lose; one more and it fails, since it may be what kills them.
-    * `stall_timeout_s`: a worker that says nothing for so long while it has something to run counts as lost.
+    * `stall_timeout_s`: a worker that says nothing for so long while it has something to run counts as lost. One that
+      gets on within a long step says so every other second.
     """
 
     timeout_s: float = 60.0

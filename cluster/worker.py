@@ -69,6 +69,12 @@ class Worker:
     async def check_health(self) -> None:
         if self._engine.state in (EngineState.DEAD, EngineState.STOPPED):
             raise RuntimeError(f"the engine is {self._engine.state.value}")
+        if self._hangs:
+            raise RuntimeError(f"the engine has not got on for {self._server.engine_quiet_s:.0f} s")
+
+    @property
+    def _hangs(self) -> bool:
+        return self._server.engine_quiet_s >= self._config.stall_timeout_s
 
     async def num_live(self) -> int:
         """Requests that run or wait here."""
@@ -84,6 +90,9 @@ class Worker:
         A replica whose constructor failed has nothing to drain.
         """
         if not hasattr(self, "_server"):
+            return
+        if self._hangs:  # gateways go on elsewhere; here nothing would ever end, and its thread cannot be joined
+            await self._server.stop(STOP_GRACE_S)
             return
         if not await self._server.drain(self._config.drain_timeout_s):
             logger.warning("worker ends with %d requests unfinished", self._engine.num_live)

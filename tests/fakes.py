@@ -139,6 +139,7 @@ class FakeExecutor:
         self._condition = threading.Condition()
         self._permits: int | None = None
         self._num_launched = 0
+        self.num_beats = 0
         self.steps: list[Step] = []
         self.emitted_at: list[float] = []
         self.closed = False
@@ -169,6 +170,10 @@ class FakeExecutor:
         with self._condition:
             if not self._condition.wait_for(lambda: self._num_launched >= num_steps, timeout_s):
                 raise TimeoutError(f"{self._num_launched} of {num_steps} steps launched within {timeout_s} s")
+
+    def beat(self) -> None:
+        """Show that the step gets on, though it does not finish."""
+        self.num_beats += 1
 
     def fail_forward(self, at_step: int, held: Callable[[Chunk], bool] = lambda _: True) -> None:
         """The forward that held these chunks fails."""

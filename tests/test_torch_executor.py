@@ -55,6 +55,12 @@ def test_a_chunk_cut_by_slices_gives_what_it_gives_whole(program: Program, model
     assert token_of(whole[1]) == greedy_answer(model, PROMPT, 1)[0]
 
 
+def test_a_step_beats_with_every_layer_of_every_slice(program: Program) -> None:
+    executor = executor_of(program, 64)
+    run_step(executor, [chunk(PROMPT, range(10))], [prefill(0, 6), prefill(6, 4)])
+    assert executor.num_beats == 2 * program.info.num_layers + 1  # only the last slice has logits
+
+
 def test_a_chunk_goes_on_where_the_one_before_ended(program: Program, model: Any) -> None:
     executor = executor_of(program, 64)
     cells = [9, 3, 40, 7, 8, 11, 60, 2, 5, 1]

@@ -61,6 +61,10 @@ class CudaExecutor:
         return self._info
 
     @property
+    def num_beats(self) -> int:
+        return 0  # its steps are short
+
+    @property
     def max_steps_in_flight(self) -> int:
         return 2
 

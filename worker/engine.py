@@ -18,6 +18,7 @@ from worker.client import Client, Listener
 from worker.executor import Executor, ProgramInfo
 from worker.inbox import Inbox
 from worker.loop import Loop
+from worker.pulse import Pulse
 from worker.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,11 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """As of the last report; needs a started engine."""
         return self._started.result().snapshot
+
+    @property
+    def pulse(self) -> Pulse:
+        """Of the moment; needs a started engine."""
+        return self._started.result().pulse
 
     def drain(self) -> None:
         """Refuse new requests, run on with what was accepted. Every client gets a report."""

@@ -22,6 +22,7 @@ from worker.desk import Desk
 from worker.executor import Executor
 from worker.inbox import Inbox, Mail
 from worker.patience import Patience
+from worker.pulse import Pulse
 from worker.stats import EngineStats, kind_of, num_prefilled
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,8 @@ class _Launched(NamedTuple):
 
 class Loop:
     """What the engine thread does. Owner of planner, executor and books; lives on that thread. What may be read
-    anywhere: `info`, `stats` and `snapshot` (immutable values, replaced whole), and `metrics` (counters that only
-    grow)."""
+    anywhere: `info`, `stats` and `snapshot` (immutable values, replaced whole), `metrics` (counters that only grow), and
+    `pulse`."""
 
     def __init__(self, executor: Executor, limits: Limits, inbox: Inbox[Client], *, check_cells: bool) -> None:
         if limits.max_steps_in_flight > executor.max_steps_in_flight:
@@ -61,9 +62,15 @@ class Loop:
         self._patience = Patience(self._planner)
         self._in_flight: deque[_Launched] = deque()
         self._settled_at = 0.0
+        self._num_turns = 0
+        self._is_idle = False
         self._has_news = False
         self._check_cells = check_cells
         self.snapshot = self._planner.snapshot()
+
+    @property
+    def pulse(self) -> Pulse:
+        return Pulse(self._num_turns + self._executor.num_beats, self._is_idle)
 
     def run(self) -> None:
         """Take turns until told to stop. Raises what planner or executor raised."""
@@ -91,7 +98,10 @@ class Loop:
         self._executor.close()
 
     def _read_mail(self) -> Mail[Client]:
-        mail = self._inbox.take(wait=not (self._in_flight or self._planner.has_work))
+        self._num_turns += 1
+        self._is_idle = not (self._in_flight or self._planner.has_work)
+        mail = self._inbox.take(wait=self._is_idle)
+        self._is_idle = False
         for client in mail.connects:
             self._desk.connect(client)
             self._newcomers.add(client)

@@ -38,6 +38,7 @@ class Outbox:
         self._num_unread_ends = 0
         self._num_unread_messages = 0
         self._num_sent = 0
+        self._num_sent_at_beat = 0
         self._is_sending = False
         self._finished = False
         self._hung_up = False
@@ -81,6 +82,12 @@ class Outbox:
         self._snapshot = wire.snapshot_to_proto(report.snapshot, draining=draining)
         self._blocks.note(report.blocks)
         self._news.set()
+
+    def beat(self) -> None:
+        """The engine gets on: if the gateway waits for it and has had no message since the last beat, give out one."""
+        if self._open and self._num_sent == self._num_sent_at_beat:
+            self._news.set()
+        self._num_sent_at_beat = self._num_sent
 
     def finish(self) -> None:
         """Give out what there is, wait for all of it to be read, and then give out nothing more."""

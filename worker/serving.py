@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from worker.client import Client, Listener, StepReport
 from worker.engine import Engine, EngineState
 from worker.executor import ProgramInfo
 from worker.outbox import Outbox
+from worker.pulse import LOOK_S, PulseWatch
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,14 @@ class DataPlaneServer:
         self._host = f"[{host}]" if ":" in host else host
         self._port = port
         self._options = options
+        self._watch = PulseWatch(time.monotonic())
+        self._watching: asyncio.Task[None] | None = None
         self._server: grpc.aio.Server | None = None
+
+    @property
+    def engine_quiet_s(self) -> float:
+        """For how long the engine has had something to do and not got on, not even within its step, in seconds."""
+        return self._watch.quiet_s
 
     async def start(self) -> str:
         """Listen; return the bound "host:port". Raises `RuntimeError` when the port is taken."""
@@ -69,6 +78,7 @@ class DataPlaneServer:
         port = server.add_insecure_port(f"{self._host}:{self._port}")
         await server.start()
         self._server = server
+        self._watching = asyncio.create_task(self._watch_engine(), name="watch the engine")
         return f"{self._host}:{port}"
 
     async def drain(self, timeout_s: float) -> bool:
@@ -84,8 +94,17 @@ class DataPlaneServer:
     async def stop(self, grace_s: float) -> None:
         """Send what there is, end every stream, and close; streams that do not end within `grace_s` are cut."""
         self._attachments.finish()
+        if self._watching is not None:
+            self._watching.cancel()
         if self._server is not None:
             await self._server.stop(grace_s)
+
+    async def _watch_engine(self) -> None:
+        """Let gateways know that what they wait for is worked on, as long as it is."""
+        while True:
+            if self._watch.look(self._engine.pulse, time.monotonic()):
+                self._attachments.beat()
+            await asyncio.sleep(LOOK_S)
 
 
 class _Attachments(worker_pb2_grpc.WorkerServicer):
@@ -122,6 +141,10 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
         while not all(outbox.is_idle for outbox in self._outboxes):
             self._sent.clear()
             await self._sent.wait()
+
+    def beat(self) -> None:
+        for outbox in self._outboxes:
+            outbox.beat()
 
     def finish(self) -> None:
         for outbox in self._outboxes:

@@ -6,6 +6,7 @@ It is the embedded default on the CPU and the oracle that other executors are co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,6 +44,25 @@ class _ChunkRun:
         return self.error or ChunkOutput(self.token, self.logprobs, tuple(self.prompt_logprobs))
 
 
+@dataclass(slots=True)
+class _Beats:
+    """Written on the engine thread, read on any."""
+
+    count: int = 0
+
+
+class _BeatingAttention:
+    """An `Attention` that counts its layers, so that somebody else sees the forward get on."""
+
+    def __init__(self, attention: Attention, beats: _Beats) -> None:
+        self._attention = attention
+        self._beats = beats
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._beats.count += 1
+        return self._attention.attend(layer, query, key, value)
+
+
 class TorchExecutor:
     """An `Executor`; see `worker.executor`. Owns the pool. One step in flight, which `launch` runs to its end."""
 
@@ -56,6 +76,7 @@ class TorchExecutor:
         if decoder.device.type == "cpu" and decoder.dtype == torch.float32:
             self._lone_token_kernel = lone_token_kernel(config.head_dim, config.num_heads // config.num_kv_heads)
         self._race = compile_cpu_race() if decoder.device.type == "cpu" else torch_race
+        self._beats = _Beats()
         self._result: StepResult | None = None
 
     @property
@@ -65,6 +86,11 @@ class TorchExecutor:
     @property
     def max_steps_in_flight(self) -> int:
         return 1
+
+    @property
+    def num_beats(self) -> int:
+        """Layers, and blocks of logits, that were begun: a wide step of a large model takes minutes on a slow CPU."""
+        return self._beats.count
 
     def launch(self, step: Step) -> None:
         assert self._result is None, "the step before has not been collected"
@@ -105,7 +131,7 @@ class TorchExecutor:
         device = self._decoder.device
         tokens = torch.from_numpy(batch.tokens).to(device)
         positions = torch.from_numpy(batch.positions).to(device)
-        return self._decoder.hidden(tokens, positions, attention)
+        return self._decoder.hidden(tokens, positions, _BeatingAttention(attention, self._beats))
 
     def _sample(self, batch: Batch, piece_of: Slice, hidden: Tensor, runs: list[_ChunkRun]) -> None:
         sampled = [(piece, row) for piece in batch.pieces if (row := piece.sampled_row) is not None]
@@ -149,6 +175,7 @@ class TorchExecutor:
         run.prompt_logprobs += token_logprobs(logits, targets, [piece.chunk.sampling.logprobs or 0] * len(rows))
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        self._beats.count += 1
         if rows != list(range(len(hidden))):
             hidden = hidden.index_select(0, torch.tensor(rows, device=hidden.device))
         return self._decoder.logits(hidden)
