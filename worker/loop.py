@@ -40,8 +40,8 @@ class _Launched(NamedTuple):
 
 class Loop:
     """What the engine thread does. Owner of planner, executor and books; lives on that thread. What may be read
-    anywhere: `info`, `stats` and `snapshot` (immutable values, replaced whole), `metrics` (counters that only grow), and
-    `pulse`."""
+    anywhere: `info`, `stats` and `snapshot` (immutable values, replaced whole), `metrics` (counters that only grow)
+    and `pulse`."""
 
     def __init__(self, executor: Executor, limits: Limits, inbox: Inbox[Client], *, check_cells: bool) -> None:
         if limits.max_steps_in_flight > executor.max_steps_in_flight:
