@@ -18,11 +18,13 @@ from planner.planner import Planner
 from planner.request import Request, Update
 from planner.step import Step
 from tests.decode_reference import random_weights
+from worker.attention import TorchAttention
 from worker.cuda_decode import Capture, CudaDecode
 from worker.cuda_executor import CudaExecutor
 from worker.cuda_prefill import PrefillChain
 from worker.decode_shape import decode_shape
 from worker.executor import Executor, ProgramInfo
+from worker.forwards import EagerForwards
 from worker.graphs import DecodeGraphs, Draw
 from worker.kv_pool import KvPool
 from worker.models.config import ModelConfig
@@ -95,7 +97,8 @@ def torch_executor(model: Model, num_cells: int = 1024, max_prefill_tokens: int 
     pool = model.pool(num_cells)
     pool.keys.nan_to_num_(0.0)
     pool.values.nan_to_num_(0.0)
-    return TorchExecutor(model.info(num_cells, (1, 2, 4, 8, 16), max_prefill_tokens), model.decoder, pool)
+    forwards = EagerForwards(model.decoder, pool, lambda pool, spans, windows, _: TorchAttention(pool, spans, windows))
+    return TorchExecutor(model.info(num_cells, (1, 2, 4, 8, 16), max_prefill_tokens), forwards)
 
 
 def cuda_executor(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from worker.attention import Span, TorchAttention
-from worker.cpu_attention import CpuAttention, Kernel, lone_token_kernel
+from worker.attention_op import OperatorAttention, attention_of, distinct_windows, plan_attention
+from worker.cpu_plan import unpack
 from worker.kv_pool import KvPool
 from worker.models.decoder import Attention
 
@@ -20,10 +21,13 @@ NUM_CELLS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 400, 4, 2, 16
 WINDOWS = (None, 5)
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Kernel:
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
     torch.set_num_threads(1)
-    return lone_token_kernel(HEAD_DIM, NUM_HEADS // NUM_KV_HEADS)
+
+
+def operator(scene: Scene, spans: Sequence[Span] | None = None, windows: Sequence[int | None] = WINDOWS) -> Attention:
+    return attention_of(scene.pool, scene.spans if spans is None else spans, windows, NUM_HEADS)
 
 
 class Scene:
@@ -74,27 +78,24 @@ shapes = st.lists(st.tuples(st.integers(0, 25), st.integers(1, 12)), min_size=1,
 
 @settings(max_examples=30, deadline=None)
 @given(shapes=shapes, seed=st.integers(0, 1000))
-def test_both_ways_of_attending_equal_a_dense_softmax(kernel: Kernel, shapes: list[tuple[int, int]], seed: int) -> None:
+def test_both_ways_of_attending_equal_a_dense_softmax(shapes: list[tuple[int, int]], seed: int) -> None:
     scene = Scene(shapes, seed)
-    for attention in (
-        TorchAttention(scene.pool, scene.spans, WINDOWS),
-        CpuAttention(kernel, scene.pool, scene.spans, WINDOWS),
-    ):
+    for attention in (TorchAttention(scene.pool, scene.spans, WINDOWS), operator(scene)):
         for layer in range(len(WINDOWS)):
             result = scene.run(attention, layer)
             torch.testing.assert_close(result, scene.expected(layer), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(9, 1), (5, 6)])
-def test_two_swapped_cells_are_noticed(kernel: Kernel, shape: tuple[int, int]) -> None:
+def test_two_swapped_cells_are_noticed(shape: tuple[int, int]) -> None:
     scene = Scene([shape, (4, 1)], 1)
     span = scene.spans[0]
     swapped = span.cells.copy()
     # Attention does not mind the order of cells, so one from beyond the window comes into it.
     swapped[[0, span.start - 2]] = swapped[[span.start - 2, 0]]
     sabotaged = [Span(span.row, span.start, span.length, swapped), scene.spans[1]]
-    whole = scene.run(CpuAttention(kernel, scene.pool, scene.spans, (5, 5)), 0)
-    wrong = scene.run(CpuAttention(kernel, scene.pool, sabotaged, (5, 5)), 0)
+    whole = scene.run(operator(scene, windows=(5, 5)), 0)
+    wrong = scene.run(operator(scene, sabotaged, (5, 5)), 0)
     assert not torch.allclose(whole[: span.length], wrong[: span.length], atol=1e-3)
     assert torch.equal(whole[span.length :], wrong[span.length :])
 
@@ -115,11 +116,38 @@ def test_long_spans_are_cut_so_that_masks_stay_small() -> None:
     assert sum(len(group.rows_back) for group in attention._groups[None]) == 1000
 
 
-def test_nan_stays_in_its_own_sequence(kernel: Kernel) -> None:
+def test_other_dtypes_attend_without_the_kernel_for_lone_tokens() -> None:
+    scene = Scene([(30, 1), (4, 3), (9, 1)], 4)
+    expected = [scene.run(operator(scene), layer) for layer in range(len(WINDOWS))]
+    scene.pool.keys, scene.pool.values = scene.pool.keys.bfloat16(), scene.pool.values.bfloat16()
+    scene.query, scene.key, scene.value = (part.bfloat16() for part in (scene.query, scene.key, scene.value))
+    plans = plan_attention(scene.pool, scene.spans, WINDOWS, NUM_HEADS)
+    assert all(len(unpack(plan).lone.rows) == 0 for plan in plans.values())
+    for layer, exact in enumerate(expected):
+        result = scene.run(OperatorAttention(scene.pool.keys, scene.pool.values, WINDOWS, plans), layer)
+        torch.testing.assert_close(result.float(), exact, rtol=5e-2, atol=5e-2)
+
+
+def test_the_operator_is_what_its_schema_and_fake_kernel_say() -> None:
+    scene = Scene([(9, 1), (5, 6), (0, 3)], 5)
+    plans = plan_attention(scene.pool, scene.spans, WINDOWS, NUM_HEADS)
+    scene.pool.keys.nan_to_num_()  # the check compares copies, and NaN equals nothing
+    scene.pool.values.nan_to_num_()
+    for layer, window in enumerate(distinct_windows(WINDOWS)):
+        plan = plans[window]
+        arguments = (scene.query, scene.key, scene.value, scene.pool.keys, scene.pool.values, plan.table, plan.layout)
+        torch.library.opcheck(
+            torch.ops.raycomb.update_and_attend,
+            (*arguments, layer, window),
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+        )
+
+
+def test_nan_stays_in_its_own_sequence() -> None:
     scene = Scene([(6, 1), (6, 1), (4, 3), (4, 3)], 3)
     scene.pool.keys[0, scene.spans[0].cells[2]] = torch.nan
     scene.pool.keys[0, scene.spans[2].cells[2]] = torch.nan
-    result = scene.run(CpuAttention(kernel, scene.pool, scene.spans, WINDOWS), 0)
+    result = scene.run(operator(scene), 0)
     assert result.isnan().flatten(1).any(1).tolist() == [True, False, True, True, True, False, False, False]
 
 

@@ -19,6 +19,7 @@ from tests.torch_rig import chunk, executor_of, load, run_step, token_of
 from worker.batch import cut, selector
 from worker.config import EngineConfig
 from worker.executor import limits_for
+from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.program import Program, build_executor
 from worker.torch_executor import TorchExecutor
@@ -91,7 +92,7 @@ def test_two_swapped_cells_change_the_answer(program: Program) -> None:
 def test_nan_ends_only_the_sequence_that_has_it(program: Program, model: Any) -> None:
     info, decoder = program.info, program.decoder
     pool = KvPool(info.num_layers, 64, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
-    executor = TorchExecutor(info, decoder, pool)
+    executor = TorchExecutor(info, EagerForwards(decoder, pool))
     run_step(executor, [chunk(PROMPT[:-1], range(9)), chunk(PROMPT[:-1], range(20, 29), sequence_id=2)])
     pool.values[1, 3] = torch.nan
     last = PROMPT[-1:]

@@ -14,6 +14,7 @@ from planner.request import Request, SamplingParams, Update
 from planner.slices import Method, Slice
 from planner.step import Chunk, ChunkOutput, Step
 from worker.config import EngineConfig
+from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.program import Program, load_program
 from worker.torch_executor import TorchExecutor
@@ -34,7 +35,7 @@ def executor_of(program: Program, capacity: int, min_prefill_tokens: int = 2) ->
     info = replace(program.info, num_cells=capacity, min_prefill_tokens=min_prefill_tokens)
     decoder = program.decoder
     pool = KvPool(info.num_layers, capacity, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
-    return TorchExecutor(info, decoder, pool)
+    return TorchExecutor(info, EagerForwards(decoder, pool))
 
 
 class Rig:

@@ -57,26 +57,21 @@ class Group:
 
 
 class TorchAttention:
-    """Keys, values and visibility of one forward; see `worker.models.decoder.Attention`."""
+    """Keys, values and visibility of one forward; see `worker.models.decoder.Attention`. The oracle of all others."""
 
     def __init__(
         self,
         pool: KvPool,
         spans: Sequence[Span],
         windows: Sequence[int | None],
-        attended: Sequence[Span] | None = None,
     ) -> None:
-        """`spans` cover the forward's rows in order; `windows` has one entry a layer.
-
-        `attended`: those of the spans that attend here (None: all); rows of the others are left for the caller.
-        """
+        """`spans` cover the forward's rows in order; `windows` has one entry a layer."""
         self._pool = pool
         self._windows = windows
         device = pool.keys.device
         written = np.concatenate([span.cells[span.start :] for span in spans])
         self._written = torch.from_numpy(written.astype(np.int64)).to(device)
-        attended = spans if attended is None else attended
-        self._groups = {window: _groups(attended, window, pool.scratch_cell, device) for window in set(windows)}
+        self._groups = {window: make_groups(spans, window, pool.scratch_cell, device) for window in set(windows)}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._pool.write(layer, self._written, key, value)
@@ -84,9 +79,14 @@ class TorchAttention:
         groups = self._groups[self._windows[layer]]
         mixed = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in groups:
-            part = _attend(query.index_select(0, group.rows), keys, values, group)
-            mixed.index_copy_(0, group.rows_back, part if group.back is None else part.index_select(0, group.back))
+            attend_group(query, keys, values, group, mixed)
         return mixed
+
+
+def attend_group(query: Tensor, keys: Tensor, values: Tensor, group: Group, mixed: Tensor) -> None:
+    """Fill the group's rows of `mixed` [T, H, D], for `query` [T, H, D] over `keys`, `values` [cells, J, D]."""
+    part = _attend(query.index_select(0, group.rows), keys, values, group)
+    mixed.index_copy_(0, group.rows_back, part if group.back is None else part.index_select(0, group.back))
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, group: Group) -> Tensor:
@@ -116,7 +116,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, group: Group) -> Tensor
     )
 
 
-def _groups(spans: Sequence[Span], window: int | None, scratch_cell: int, device: torch.device) -> list[Group]:
+def make_groups(spans: Sequence[Span], window: int | None, scratch_cell: int, device: torch.device) -> list[Group]:
     """Cut long spans, sort by size, and pack neighbours while padding stays within bounds."""
     cut = [piece for span in spans for piece in _cut(span)]
     seen = sorted(((span, _first_seen(span, window)) for span in cut), key=lambda pair: _size(*pair), reverse=True)

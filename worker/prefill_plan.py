@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from worker.attention import Span
+from worker.packed_plan import PackedPlan
 
 # Rows (a token's query heads of one group count as rows) of a tile. Short chunks take tiles of the least that a
 # matrix instruction takes.
@@ -21,6 +22,8 @@ LONG_ROWS = 128
 SHORT_ROWS = 16
 # Every table starts at a multiple of 16 bytes: a kernel is compiled anew for pointers that do and that do not.
 _ALIGNED = 4
+_CHUNK_ENTRIES = 4
+_TILE_ENTRIES = 2
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -48,28 +51,51 @@ class PrefillPlan:
 
 def plan_prefill(spans: Sequence[Span], shared_heads: int, device: torch.device) -> PrefillPlan:
     """Lay out `spans`, which cover the forward's rows in order; `shared_heads` query heads share a key/value head."""
+    return unpack_prefill(pack_prefill(spans, shared_heads, device), shared_heads)
+
+
+def pack_prefill(spans: Sequence[Span], shared_heads: int, device: torch.device) -> PackedPlan:
+    """The same plan as one table (int32, on `device`) and the number of entries of each of its tensors."""
     lengths = np.array([span.length for span in spans])
     starts = np.array([span.start for span in spans])
     offsets = np.concatenate(([0], np.cumsum(starts + lengths)[:-1]))
     chunks = np.stack(([span.row for span in spans], lengths, starts, offsets), axis=1).astype(np.int32)
     is_short = lengths * shared_heads <= SHORT_ROWS
-    parts: dict[str, Int32Array] = {
-        "chunks": chunks,
-        "cells": np.concatenate([span.cells for span in spans]).astype(np.int32),
-        "positions": np.concatenate([np.arange(s.start, s.start + s.length) for s in spans]).astype(np.int32),
-        "new_cells": np.concatenate([span.cells[span.start :] for span in spans]).astype(np.int32),
-        "long_tiles": _tiles(chunks, ~is_short, shared_heads, LONG_ROWS),
-        "short_tiles": _tiles(chunks, is_short, shared_heads, SHORT_ROWS),
-    }
-    sizes = [-(-part.size // _ALIGNED) * _ALIGNED for part in parts.values()]
-    flat = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for part, view in zip(parts.values(), torch.split(flat, sizes), strict=True):
+    parts = (
+        chunks,
+        np.concatenate([span.cells for span in spans]).astype(np.int32),
+        np.concatenate([np.arange(s.start, s.start + s.length) for s in spans]).astype(np.int32),
+        np.concatenate([span.cells[span.start :] for span in spans]).astype(np.int32),
+        _tiles(chunks, ~is_short, shared_heads, LONG_ROWS),
+        _tiles(chunks, is_short, shared_heads, SHORT_ROWS),
+    )
+    sizes = [part.size for part in parts]
+    room = _aligned(sizes)
+    flat = torch.zeros(sum(room), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for part, view in zip(parts, torch.split(flat, room), strict=True):
         view.numpy()[: part.size] = part.ravel()
-    views = torch.split(flat.to(device, non_blocking=True), sizes)
-    tensors = {
-        name: view[: part.size].view(part.shape) for (name, part), view in zip(parts.items(), views, strict=True)
-    }
-    return PrefillPlan(num_tokens=int(lengths.sum()), shared_heads=shared_heads, **tensors)
+    return PackedPlan(flat.to(device, non_blocking=True), torch.tensor(sizes))
+
+
+def unpack_prefill(packed: PackedPlan, shared_heads: int) -> PrefillPlan:
+    """The plan, as views of the table. Does not wait for the device."""
+    sizes: list[int] = packed.layout.tolist()
+    views = [view[:size] for view, size in zip(torch.split(packed.table, _aligned(sizes)), sizes, strict=True)]
+    chunks, cells, positions, new_cells, long_tiles, short_tiles = views
+    return PrefillPlan(
+        num_tokens=len(positions),
+        shared_heads=shared_heads,
+        chunks=chunks.view(-1, _CHUNK_ENTRIES),
+        cells=cells,
+        positions=positions,
+        new_cells=new_cells,
+        long_tiles=long_tiles.view(-1, _TILE_ENTRIES),
+        short_tiles=short_tiles.view(-1, _TILE_ENTRIES),
+    )
+
+
+def _aligned(sizes: Sequence[int]) -> list[int]:
+    return [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
 
 
 def _tiles(chunks: Int32Array, chosen: npt.NDArray[np.bool_], shared_heads: int, tile_rows: int) -> Int32Array:

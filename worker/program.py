@@ -11,6 +11,7 @@ import torch
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, UnsupportedModel
 from worker.config import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, EngineConfig
 from worker.executor import Executor, ProgramInfo
+from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool, bytes_per_cell
 from worker.models.config import ModelConfig, read_config
 from worker.models.decoder import Decoder
@@ -45,7 +46,7 @@ def build_executor(config: EngineConfig) -> Executor:
 
         return build_cuda_executor(config, info, decoder)
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
-    return TorchExecutor(info, decoder, pool)
+    return TorchExecutor(info, EagerForwards(decoder, pool))
 
 
 def load_program(config: EngineConfig) -> Program:

@@ -1,12 +1,12 @@
-"""Runs steps in plain torch, one slice after the other, to the end before `launch` returns.
+"""Runs steps one slice after the other, to the end before `launch` returns, by whatever runs its forwards.
 
-It is the embedded default on the CPU and the oracle that other executors are compared with; it runs on any device.
+With an eager decoder it is the embedded default on the CPU and the oracle that other executors are compared with; with
+an exported program it runs that. It works on any device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,14 +15,11 @@ from planner.errors import ForwardFailed
 from planner.request import TokenLogprobs
 from planner.slices import Slice
 from planner.step import Chunk, ChunkOutput, Step, StepResult
-from worker.attention import Span, TorchAttention
 from worker.batch import Batch, Piece, cut, selector
-from worker.cpu_attention import CpuAttention, Kernel, lone_token_kernel
 from worker.cpu_race import compile_cpu_race
 from worker.executor import ProgramInfo
-from worker.kv_pool import KvPool
+from worker.forwards import Forwards, SelectedLogits
 from worker.logprobs import token_logprobs
-from worker.models.decoder import Attention, Decoder
 from worker.race import torch_race
 from worker.sampler import Draw, sample
 
@@ -44,39 +41,14 @@ class _ChunkRun:
         return self.error or ChunkOutput(self.token, self.logprobs, tuple(self.prompt_logprobs))
 
 
-@dataclass(slots=True)
-class _Beats:
-    """Written on the engine thread, read on any."""
-
-    count: int = 0
-
-
-class _BeatingAttention:
-    """An `Attention` that counts its layers, so that somebody else sees the forward get on."""
-
-    def __init__(self, attention: Attention, beats: _Beats) -> None:
-        self._attention = attention
-        self._beats = beats
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self._beats.count += 1
-        return self._attention.attend(layer, query, key, value)
-
-
 class TorchExecutor:
-    """An `Executor`; see `worker.executor`. Owns the pool. One step in flight, which `launch` runs to its end."""
+    """An `Executor`; see `worker.executor`. One step in flight, which `launch` runs to its end."""
 
-    def __init__(self, info: ProgramInfo, decoder: Decoder, pool: KvPool) -> None:
-        """`pool` has the decoder's geometry, dtype and device. On the CPU this compiles kernels, once a machine."""
+    def __init__(self, info: ProgramInfo, forwards: Forwards) -> None:
+        """`forwards`: of the program that `info` describes. On the CPU this compiles a kernel, once a machine."""
         self._info = info
-        self._decoder = decoder
-        self._pool = pool
-        config = decoder.config
-        self._lone_token_kernel: Kernel | None = None
-        if decoder.device.type == "cpu" and decoder.dtype == torch.float32:
-            self._lone_token_kernel = lone_token_kernel(config.head_dim, config.num_heads // config.num_kv_heads)
-        self._race = compile_cpu_race() if decoder.device.type == "cpu" else torch_race
-        self._beats = _Beats()
+        self._forwards = forwards
+        self._race = compile_cpu_race() if info.device == "cpu" else torch_race
         self._result: StepResult | None = None
 
     @property
@@ -90,7 +62,7 @@ class TorchExecutor:
     @property
     def num_beats(self) -> int:
         """Layers, and blocks of logits, that were begun: a wide step of a large model takes minutes on a slow CPU."""
-        return self._beats.count
+        return self._forwards.num_beats
 
     def launch(self, step: Step) -> None:
         assert self._result is None, "the step before has not been collected"
@@ -113,32 +85,19 @@ class TorchExecutor:
         if batch is None:
             return
         try:
-            hidden = self._forward(batch)
-            self._sample(batch, piece_of, hidden, runs)
-            self._score_prompts(batch, hidden, runs)
+            logits = self._forwards.run(batch, piece_of.method, _wanted(batch))
+            self._sample(batch, piece_of, logits, runs)
+            self._score_prompts(batch, logits, runs)
         except (RuntimeError, IndexError, MemoryError) as error:  # what torch raises for a forward's own fault
             for piece in batch.pieces:
                 runs[piece.index].error = ForwardFailed(f"the forward failed: {error}")
 
-    def _forward(self, batch: Batch) -> Tensor:
-        spans = [Span(p.row, p.start, p.length, p.chunk.cells[: p.start + p.length]) for p in batch.pieces]
-        windows = self._decoder.config.windows
-        attention: Attention
-        if self._lone_token_kernel is None:
-            attention = TorchAttention(self._pool, spans, windows)
-        else:
-            attention = CpuAttention(self._lone_token_kernel, self._pool, spans, windows)
-        device = self._decoder.device
-        tokens = torch.from_numpy(batch.tokens).to(device)
-        positions = torch.from_numpy(batch.positions).to(device)
-        return self._decoder.hidden(tokens, positions, _BeatingAttention(attention, self._beats))
-
-    def _sample(self, batch: Batch, piece_of: Slice, hidden: Tensor, runs: list[_ChunkRun]) -> None:
+    def _sample(self, batch: Batch, piece_of: Slice, selected: SelectedLogits, runs: list[_ChunkRun]) -> None:
         sampled = [(piece, row) for piece in batch.pieces if (row := piece.sampled_row) is not None]
         if not sampled:
             return
         rows = selector([row for _, row in sampled], piece_of.method, self._info.min_prefill_tokens)
-        logits = self._logits(hidden, rows)[: len(sampled)]
+        logits = selected.rows(rows)[: len(sampled)]
         pieces = [piece for piece, _ in sampled]
         finite = _finite_rows(logits)
         if not all(finite):
@@ -159,26 +118,26 @@ class TorchExecutor:
             for row, score in zip(asked, scores, strict=True):
                 runs[pieces[row].index].logprobs = score
 
-    def _score_prompts(self, batch: Batch, hidden: Tensor, runs: list[_ChunkRun]) -> None:
+    def _score_prompts(self, batch: Batch, logits: SelectedLogits, runs: list[_ChunkRun]) -> None:
         for piece in batch.pieces:
             if runs[piece.index].error is None:
                 for first in range(0, len(piece.targets), _LOGPROB_ROWS):
-                    self._score_block(piece, first, hidden, runs[piece.index])
+                    self._score_block(piece, first, logits, runs[piece.index])
 
-    def _score_block(self, piece: Piece, first: int, hidden: Tensor, run: _ChunkRun) -> None:
+    def _score_block(self, piece: Piece, first: int, selected: SelectedLogits, run: _ChunkRun) -> None:
         rows = piece.target_rows[first : first + _LOGPROB_ROWS]
-        logits = self._logits(hidden, list(rows))
+        logits = selected.rows(rows)
         if not all(_finite_rows(logits)):
             run.error = ForwardFailed("the forward gave logits that are not finite")
             return
         targets = piece.targets[first : first + _LOGPROB_ROWS].tolist()
         run.prompt_logprobs += token_logprobs(logits, targets, [piece.chunk.sampling.logprobs or 0] * len(rows))
 
-    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        self._beats.count += 1
-        if rows != list(range(len(hidden))):
-            hidden = hidden.index_select(0, torch.tensor(rows, device=hidden.device))
-        return self._decoder.logits(hidden)
+
+def _wanted(batch: Batch) -> list[int]:
+    """The rows whose logits a step needs of this forward."""
+    sampled = {row for piece in batch.pieces if (row := piece.sampled_row) is not None}
+    return sorted(sampled.union(*(piece.target_rows for piece in batch.pieces)))
 
 
 def _draw(chunk: Chunk) -> Draw:
