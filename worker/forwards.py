@@ -83,19 +83,20 @@ class EagerForwards:
         attention = self._make_attention(self._pool, spans_of(batch), config.windows, config.num_heads)
         tokens = torch.from_numpy(batch.tokens).to(device)
         positions = torch.from_numpy(batch.positions).to(device)
-        return _Hidden(
-            self._decoder, self._decoder.hidden(tokens, positions, _BeatingAttention(attention, self._beats))
-        )
+        hidden = self._decoder.hidden(tokens, positions, _BeatingAttention(attention, self._beats))
+        return _Hidden(self._decoder, hidden, self._beats)
 
 
 class _Hidden:
     """Logits are computed when they are asked for."""
 
-    def __init__(self, decoder: Decoder, hidden: Tensor) -> None:
+    def __init__(self, decoder: Decoder, hidden: Tensor, beats: _Beats) -> None:
         self._decoder = decoder
         self._hidden = hidden
+        self._beats = beats
 
     def rows(self, rows: Sequence[int]) -> Tensor:
+        self._beats.count += 1
         if list(rows) == list(range(len(self._hidden))):
             return self._decoder.logits(self._hidden)
         chosen = torch.tensor(rows, dtype=torch.int64, device=self._hidden.device)
