@@ -31,15 +31,22 @@ class Attention(Protocol):
 class Decoder:
     """Weights and the maths over them. Immutable after it was made; safe to share between threads."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, context: int) -> None:
-        """`context`: positions that tables are made for; no forward may go beyond it."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        context: int,
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """`context`: positions that tables are made for; no forward may go beyond it. `rotary`: these tables, cosine
+        and sine [context, D / 2], where they were made before."""
         self.config = config
         self.weights = weights
         self.context = context
         like = weights.embedding
-        cos, sin = rope_tables(config.rope, config.head_dim, context)
-        self._cos = cos.to(like.device, like.dtype)
-        self._sin = sin.to(like.device, like.dtype)
+        cos, sin = rotary if rotary is not None else rope_tables(config.rope, config.head_dim, context)
+        self.cos = cos.to(like.device, like.dtype)
+        self.sin = sin.to(like.device, like.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,7 +59,7 @@ class Decoder:
     def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Run all layers over `tokens` int64[T] at `positions` int64[T]. Returns [T, E], before the last norm."""
         hidden_te = functional.embedding(tokens, self.weights.embedding)
-        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         for index, layer in enumerate(self.weights.layers):
             normed = rms_norm(hidden_te, layer.attention_norm, self.config.norm_eps)
             hidden_te.add_(self._attention(index, layer, normed, cos, sin, attention))
