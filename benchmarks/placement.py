@@ -40,6 +40,7 @@ from planner.request import Request
 NUM_WORKERS = 3
 NUM_PREFIXES, PREFIX_TOKENS = 20, 500
 NUM_REQUESTS = 2000
+SEEDS = (1, 2, 3, 4, 5)
 LOADS = {"roomy": (12_288, 60.0), "busy": (8_192, 80.0), "tight": (6_144, 60.0)}
 """Cells of each worker, and requests a second. All prefixes together are 10,000 tokens; the sequences that run at one
 time are some thousands more, so in a tight pool no worker can keep all prefixes."""
@@ -61,27 +62,44 @@ def policies(num_cells: int, prefixes: list[int]) -> dict[str, Callable[[], Poli
 
 
 def shared_prefix_load(num_cells: int, rate: float, num_requests: int) -> dict[str, object]:
-    """Of each policy: tokens found cached against the best possible, times to the first token, evenness of load."""
-    arrivals, prefixes = shared_prefixes(
-        num_requests, rate, num_prefixes=NUM_PREFIXES, prefix_tokens=PREFIX_TOKENS, seed=1
-    )
-    best = best_cached_tokens(prefixes, PREFIX_TOKENS)
+    """Of each policy, over all seeds: tokens found cached against the best possible and against a home for each prefix,
+    times to the first token, and the evenness of load in the least even run."""
+    limits = limits_of(num_cells)
+    loads = [
+        shared_prefixes(num_requests, rate, num_prefixes=NUM_PREFIXES, prefix_tokens=PREFIX_TOKENS, seed=seed)
+        for seed in SEEDS
+    ]
+    best = [best_cached_tokens(prefixes, PREFIX_TOKENS) for _, prefixes in loads]
+    cached: dict[str, list[int]] = {}
     figures: dict[str, dict[str, object]] = {}
-    for name, make in policies(num_cells, prefixes).items():
-        policy = make()
-        outcome = run(arrivals, policy, NUM_WORKERS, limits_of(num_cells))
-        requests = np.bincount(outcome.workers, minlength=NUM_WORKERS)
-        p50, p99 = np.percentile(outcome.ttft_s, (50, 99))
+    for name in policies(num_cells, []):
+        made = [policies(num_cells, prefixes)[name]() for _, prefixes in loads]
+        outcomes = [
+            run(arrivals, policy, NUM_WORKERS, limits) for (arrivals, _), policy in zip(loads, made, strict=True)
+        ]
+        cached[name] = [sum(outcome.cached_tokens) for outcome in outcomes]
+        p50, p99 = np.percentile(np.concatenate([outcome.ttft_s for outcome in outcomes]), (50, 99))
+        counts = [np.bincount(outcome.workers, minlength=NUM_WORKERS) for outcome in outcomes]
         figures[name] = {
-            "cached_of_best_possible": round(sum(outcome.cached_tokens) / best, 4),
+            "cached_of_best_possible": round(sum(cached[name]) / sum(best), 4),
+            "by_seed": [round(found / possible, 4) for found, possible in zip(cached[name], best, strict=True)],
             "ttft_p50_ms": round(1e3 * p50, 2),
             "ttft_p99_ms": round(1e3 * p99, 2),
-            "most_requests_over_mean": round(float(requests.max() / requests.mean()), 3),
-            "most_tokens_over_mean": round(max(outcome.tokens_run) / float(np.mean(outcome.tokens_run)), 3),
+            "most_requests_over_mean": round(max(float(count.max() / count.mean()) for count in counts), 3),
+            "most_tokens_over_mean": round(
+                max(max(outcome.tokens_run) / float(np.mean(outcome.tokens_run)) for outcome in outcomes), 3
+            ),
         }
-        if isinstance(policy, Routers):
-            figures[name]["predictions"] = [asdict(router.predictions) for router in policy.routers]
+        routers = [router for policy in made if isinstance(policy, Routers) for router in policy.routers]
+        if routers:
+            figures[name]["predictions"] = _sums([asdict(router.predictions) for router in routers])
+    for name, found in cached.items():
+        figures[name]["cached_of_a_home_for_each"] = round(sum(found) / sum(cached["a_home_for_each_prefix"]), 4)
     return {"ttft_p50_over_raycomb": _over_ours(figures, "ttft_p50_ms"), **figures}
+
+
+def _sums(counts: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(count[name] for count in counts) for name in counts[0]}
 
 
 def _over_ours(figures: dict[str, dict[str, object]], key: str) -> dict[str, float]:
@@ -188,6 +206,7 @@ def main() -> None:
         "num_prefixes": NUM_PREFIXES,
         "prefix_tokens": PREFIX_TOKENS,
         "num_requests": NUM_REQUESTS // share,
+        "seeds": SEEDS,
         "cells_and_rate": LOADS,
         "step_s": STEP_S,
         "token_s": TOKEN_S,

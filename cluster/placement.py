@@ -23,7 +23,7 @@ HOT_STEPS = 4
 prefill than that ratio and so many full steps: what it has cached draws no more requests to it. It still takes those
 for which it is the best anyway, and the others keep what they attract."""
 
-RECOMPUTED_WEIGHT = 4
+RECOMPUTED_WEIGHT = 6
 """A prompt's token that is not resident counts so often: it keeps waiting its own request and those behind it, and
 another copy of a prefix takes the cells of other prefixes. Counted once, a burst of one prefix would scatter, since a
 second copy is as soon computed as the first is waited for. Measured: `benchmarks/placement.py`, `docs/decisions.md`."""
@@ -37,11 +37,13 @@ Int64Array = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a request asks of a worker before its first token can come. `blocks` are the names of its prompt's blocks,
-    as in `planner.blocks`."""
+    as in `planner.blocks`. `owner` is the row of the worker that holds what the request goes on with, such as a
+    session's cells, if there is one."""
 
     prompt_tokens: int
     num_sequences: int
     blocks: tuple[int, ...] = ()
+    owner: int | None = None
 
 
 class Candidate(NamedTuple):
@@ -106,12 +108,14 @@ def able(candidates: Candidates, rows: Int64Array) -> Int64Array | Unavailable |
 
 
 def assign(need: Need, candidates: Candidates, rows: Int64Array, cached_tokens: Int64Array, turn: int = 0) -> int:
-    """The row, one of the `able` rows, of the worker whose first token is expected first.
+    """The row, one of the `able` rows, of the worker whose first token is expected first; the owner's if it is able.
 
     `cached_tokens` int64[rows of candidates]: of the prompt, what is resident at each worker, or will be by the time
     it runs there. Among equals `turn`, modulo their number, counts along `rows`: equal inputs give equal answers, and
     who varies it spreads.
     """
+    if need.owner is not None and (rows == need.owner).any():
+        return need.owner
     waits = _expected_waits(need, candidates, rows, cached_tokens[rows])
     best = rows[waits == waits.min()]
     return int(best[turn % len(best)])
@@ -122,7 +126,9 @@ def _expected_waits(need: Need, candidates: Candidates, rows: Int64Array, cached
     column = {name: candidates.column(name)[rows] for name in Candidate._fields}
     seats, queued, width = column["max_num_seqs"], column["queued_prefill_tokens"], column["max_prefill_tokens"]
     over = column["num_seats_wanted"] + need.num_sequences - seats
-    generations = np.maximum(-(-over // seats), need.prompt_tokens > column["free_cells"]).clip(min=0)
+    # What is resident takes no new cells where a running sequence owns it, and that is where pools are full.
+    misses_cells = need.prompt_tokens - cached_tokens > column["free_cells"]
+    generations = np.maximum(-(-over // seats), misses_cells).clip(min=0)
     hot = _far_above_mean(column["num_seats_wanted"], HOT_SEQUENCES) | _far_above_mean(queued, HOT_STEPS * width)
     # A prompt's last token is always computed, since its logits are wanted.
     uncached = np.maximum(1, need.prompt_tokens - np.where(hot, 0, cached_tokens))

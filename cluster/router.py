@@ -178,9 +178,13 @@ class Router:
         """Of all workers whose stream is open, in the order in which they came."""
         return [view.info for view in self._views.values()]
 
-    def assign(self, request_id: int, request: Request, *, avoid: Collection[str] = ()) -> str:
+    def assign(
+        self, request_id: int, request: Request, *, owner: str | None = None, avoid: Collection[str] = ()
+    ) -> str:
         """The id of the worker that shall run `request`, which then counts as sent to it; none of those in `avoid`.
 
+        `owner` is the worker that holds what the request goes on with. It runs the request if it takes any now;
+        where it is gone, drains or is full the others are asked as for any request.
         Raises `Unavailable` or `QueueFull`; nothing has then changed.
         """
         avoided = [view.row for worker_id in avoid if (view := self._views.get(worker_id)) is not None]
@@ -189,7 +193,8 @@ class Router:
             raise rows
         # The last token is always computed, so a block that ends with it would promise one token too many.
         blocks = () if request.prompt_logprobs else tuple(block_hashes(request.prompt[:-1]))
-        need = Need(prompt_tokens=len(request.prompt), num_sequences=request.n, blocks=blocks)
+        owning = None if owner is None else self._views.get(owner)
+        need = Need(len(request.prompt), request.n, blocks, None if owning is None else owning.row)
         cached = self._residents.cached_tokens(blocks, len(self._candidates))
         # Equal prefixes turn to the same worker, and different ones to different workers.
         turn = blocks[0] if blocks else self._offset

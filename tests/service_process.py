@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,9 +35,12 @@ def tiny_checkpoint(folder: Path) -> Path:
 
 
 class ServiceProcess:
-    """One run of the command. All processes that it starts carry a mark in their environment."""
+    """One run of the command, or of another `program` (a module and its first words) that serves as it does.
 
-    def __init__(self, *arguments: str) -> None:
+    All processes that it starts carry a mark in their environment.
+    """
+
+    def __init__(self, *arguments: str, program: Sequence[str] = ("cluster.cli", "serve")) -> None:
         self.mark = uuid.uuid4().hex
         self.port, self.grpc_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
@@ -45,7 +48,7 @@ class ServiceProcess:
         self._ray_folder = tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True)
         environment |= {MARK: self.mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         environment["RAY_TMPDIR"] = self._ray_folder.name  # no other cluster of this machine finds ours by default
-        command = [sys.executable, "-m", "cluster.cli", "serve", *arguments, "--port", str(self.port)]
+        command = [sys.executable, "-m", *program, *arguments, "--port", str(self.port)]
         command += ["--grpc-port", str(self.grpc_port)]
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -74,6 +77,12 @@ class ServiceProcess:
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
+
+    def end(self, timeout_s: float) -> None:
+        """Have it shut down, as from the terminal, which must succeed within the time."""
+        self.signal(signal.SIGTERM)
+        code = self.wait(timeout_s)
+        assert code == 0, f"ended with code {code}:\n{''.join(self.output)}"
 
     def processes(self, title: str = "") -> list[psutil.Process]:
         """Processes of this run whose title holds `title`, oldest first."""
@@ -109,8 +118,8 @@ class ServiceProcess:
 
 
 @contextmanager
-def running_service(*arguments: str) -> Iterator[ServiceProcess]:
-    service = ServiceProcess(*arguments)
+def running_service(*arguments: str, program: Sequence[str] = ("cluster.cli", "serve")) -> Iterator[ServiceProcess]:
+    service = ServiceProcess(*arguments, program=program)
     try:
         yield service
     finally:

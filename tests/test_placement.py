@@ -87,6 +87,21 @@ def test_a_prompt_that_does_not_fit_now_goes_where_it_does() -> None:
     assert choose(Need(10, 1), [full, far]) == 1
 
 
+def test_a_prefix_that_is_resident_needs_no_new_cells() -> None:
+    """A full pool is where many sequences share a prefix. Sent elsewhere, the next one computes a copy there, whose
+    cells are taken from other prefixes."""
+    full = IDLE._replace(free_cells=20)
+    assert choose(Need(100, 1), [IDLE, full], [0, 90]) == 1
+    assert choose(Need(100, 1), [IDLE, full], [0, 70]) == 0
+
+
+def test_a_request_that_goes_on_with_something_goes_to_its_owner_while_that_takes_any() -> None:
+    busy = IDLE._replace(queued_prefill_tokens=9000, num_running=8, num_seats_wanted=20)
+    assert choose(Need(10, 1, owner=1), [IDLE, busy]) == 1
+    for unable in (busy._replace(accepts=False), busy._replace(num_waiting=16)):
+        assert choose(Need(10, 1, owner=1), [IDLE, unable]) == 0
+
+
 def test_the_turn_decides_ties_and_nothing_else() -> None:
     fleet = [IDLE, IDLE._replace(num_running=1), IDLE]
     assert [choose(Need(10, 1), fleet, turn=turn) for turn in range(4)] == [0, 2, 0, 2]

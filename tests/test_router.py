@@ -36,6 +36,18 @@ def test_a_burst_is_spread_before_any_worker_has_reported() -> None:
     assert sorted(chosen) == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
 
 
+def test_a_request_goes_to_its_owner_and_elsewhere_once_that_is_gone() -> None:
+    router = Router(max_waiting=16)
+    for worker_id in ("a", "b", "c"):
+        router.join(info(worker_id))
+    assert [router.assign(number, request(), owner="c") for number in range(4)] == ["c"] * 4
+    assert router.assign(4, request(), owner="c", avoid={"c"}) == "a"
+    router.observe("c", snapshot(1), draining=True)
+    assert router.assign(5, request(), owner="c") == "b"
+    router.leave("c")
+    assert router.assign(6, request(), owner="c") == "a"
+
+
 def test_what_was_sent_counts_until_the_snapshot_must_hold_it() -> None:
     router = Router(max_waiting=16)
     router.join(info("a"))
