@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.record import record
+from planner.limits import SWAP_BLOCK_CELLS
+from planner.step import SwapIn, SwapOut
 from worker.attention import Span
+from worker.cuda_swap import PinnedSwap
 from worker.gpu_sampler import GpuSampler
 from worker.kernels import CellCopier
 from worker.prefill_attention import attend
 from worker.prefill_plan import plan_prefill
-from worker.swap import SwapBuffer
 from worker.write_cells import rotate_and_write
 
 DEVICE = torch.device("cuda")
@@ -88,14 +90,20 @@ def copies() -> list[Row]:
 
 
 def swaps(copier: CellCopier, cells: Tensor) -> list[Row]:
-    """To pinned host memory and back, in pieces of 512 cells; rates are bytes over the bus."""
+    """To pinned host memory and back, block by block; rates are bytes over the bus."""
     size = len(cells) * copier.num_planes * copier.row_bytes
     host, device = torch.empty(size, dtype=torch.uint8, pin_memory=True), copier.buffer(len(cells)).storage
     ceiling = size / _eager_us(lambda: host.copy_(device, non_blocking=True)) / 1e3
-    buffer = SwapBuffer(copier, piece_cells=512)
-    swapped = buffer.out(cells)
-    out_us = _eager_us(lambda: buffer.out(cells).done.wait())
-    back_us = _eager_us(lambda: buffer.back(swapped, cells).wait())
+    blocks = np.arange(len(cells) // SWAP_BLOCK_CELLS, dtype=np.int32)
+    space = PinnedSwap(copier, len(blocks), SWAP_BLOCK_CELLS)
+    out, back = SwapOut(cells.cpu().numpy(), blocks), SwapIn(blocks, cells.cpu().numpy())
+
+    def copy_out() -> None:
+        space.copy_out(out)
+        space.join()
+
+    out_us = _eager_us(copy_out)
+    back_us = _eager_us(lambda: space.copy_in(back))
     return [
         Row("swap out 4,096 cells", out_us, size / out_us / 1e3, "GB/s", ceiling),
         Row("swap back 4,096 cells", back_us, size / back_us / 1e3, "GB/s", ceiling),

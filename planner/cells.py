@@ -154,6 +154,11 @@ class CellTable:
         unowned: npt.NDArray[np.bool_] = self._num_owners[cells] == 0
         return unowned
 
+    def shared(self, cells: CellArray) -> npt.NDArray[np.bool_]:
+        """bool[n]: which of int32[n] cells more than one sequence owns and the prefix index refers to."""
+        shared: npt.NDArray[np.bool_] = (self._num_owners[cells] > 1) & self._indexed[cells]
+        return shared
+
     def check(self) -> None:
         """Verify every invariant, in O(capacity); for tests and debugging."""
         owners = np.zeros(self.capacity, np.int32)

@@ -52,7 +52,8 @@ def pack(draft: Draft, number: int, memory: Memory, limits: Limits, metrics: Met
     widths = limits.widths if lone else (1,)
     slices = plan_slices(draft.num_tokens, limits.max_prefill_tokens, limits.min_prefill_tokens, widths)
     metrics.count_step(slices, widths)
-    return Step(number, chunks, tuple(slices), memory.take_dropped())
+    swaps_out, swaps_in = memory.take_swaps()
+    return Step(number, chunks, tuple(slices), memory.take_dropped(), swaps_out, swaps_in)
 
 
 def _chunk(sequence: Sequence, length: int, memory: Memory) -> Chunk:

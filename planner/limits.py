@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 
 from planner.errors import InvalidConfiguration
 
+# Blocks are what host memory is given out in and what one transfer over the bus carries: large enough for its full
+# speed, small enough that a sequence's last block wastes little.
+SWAP_BLOCK_CELLS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -20,6 +24,8 @@ class Limits:
     * `prefill_chunk_tokens`: most prompt tokens of one sequence before the next one has its turn.
     * `max_waiting`: requests that may wait. `max_waiting_tokens`: tokens that may wait to be prefilled; one request is
       taken beyond that when none waits. `max_steps_in_flight`: steps planned and not yet committed, 1 or 2.
+    * `swap_blocks`: blocks of host memory for preempted sequences, of `swap_block_cells` cells each; without any they
+      recompute. `min_swapped_cells`: a sequence that holds fewer alone recomputes anyway.
     * `tenant_weights`: what tenants get in proportion to each other; those that are not named weigh 1.
     """
 
@@ -36,6 +42,9 @@ class Limits:
     max_waiting_tokens: int = 2**24
     max_steps_in_flight: int = 1
     prefix_caching: bool = True
+    swap_blocks: int = 0
+    swap_block_cells: int = SWAP_BLOCK_CELLS
+    min_swapped_cells: int = 64
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,9 +56,13 @@ class Limits:
             "prefill_chunk_tokens",
             "max_waiting",
             "max_waiting_tokens",
+            "swap_block_cells",
+            "min_swapped_cells",
         ):
             if getattr(self, name) < 1:
                 raise InvalidConfiguration(f"{name} must be at least 1, not {getattr(self, name)}", param=name)
+        if self.swap_blocks < 0:
+            raise InvalidConfiguration(f"swap_blocks must be at least 0, not {self.swap_blocks}", param="swap_blocks")
         w, m = self.max_prefill_tokens, self.min_prefill_tokens
         if not 2 <= m <= w:
             raise InvalidConfiguration(

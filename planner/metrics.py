@@ -17,7 +17,8 @@ class Metrics:
     Once nothing is live, `num_sequences_accepted` equals the sum of `finished`. The tokens of all methods together are
     those of all steps planned. `num_padded_rows` are the rows of decode forwards that hold no token. Prompt tokens
     count as computed whenever they are, so recomputed ones again; a prefix query counts the tokens looked up, a hit
-    those found.
+    those found. Of the preemptions, `num_swapped_out` had their cells copied to host memory and the others recompute;
+    a copy that comes to nothing (its sequence is cancelled, or has to recompute after all) is never swapped in.
     """
 
     num_steps: int = 0
@@ -29,6 +30,10 @@ class Metrics:
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_preemptions: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_cells_swapped_out: int = 0
+    num_cells_swapped_in: int = 0
     num_requests_submitted: int = 0
     num_requests_refused: int = 0
     num_sequences_accepted: int = 0

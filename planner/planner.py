@@ -6,7 +6,8 @@ decodes are fed on the device with tokens that the host has not seen, so a stop 
 of the later step, which is discarded; the cells of such a sequence go back when no step in flight holds them.
 
 When cells run out, cached prefixes are evicted, then the newest sequence of the lowest class is preempted: it waits
-again, keeps its tokens, and recomputes them later. The oldest always gets its cells, so all end.
+again, keeps its tokens, and later either recomputes them or has their cells copied back from host memory. The oldest
+always gets its cells, so all end.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Planner:
         self._in_flight.clear()
         families = list(self._families.values())
         updates = [self._end(f, index, FinishReason.FAILED, error) for f in families for index in f.indices]
-        self._memory.prefixes.clear()
+        self._memory.clear()
         return updates
 
     def plan(self) -> Step | None:
@@ -181,7 +182,7 @@ class Planner:
 
     def check(self) -> None:
         """Verify every invariant, in O(capacity); for tests and debugging."""
-        self._memory.check()
+        self._memory.check(self._schedule.sequences)
         self._schedule.check()
         assert bool(self._families) == self._schedule.busy, "a family without a sequence, or the reverse"
 
@@ -289,5 +290,7 @@ class Planner:
 
     def _take_back(self, sequence: Sequence) -> None:
         """The cells of a sequence that has left, as soon as no step in flight holds them."""
-        if sequence.has_left and not sequence.num_in_flight and sequence.cells_id is not None:
+        if sequence.cells_id is None:
+            self._memory.discard_copy(sequence)
+        elif sequence.has_left and not sequence.num_in_flight:
             self._memory.retire(sequence, reusable=sequence.finish_reason is not FinishReason.FAILED)

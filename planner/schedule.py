@@ -64,6 +64,11 @@ class Schedule:
         else:
             self.waiting.remove(sequence)
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that wait or run."""
+        return [*self.waiting, *self._running]
+
     def draft(self, *, in_flight: bool) -> Draft:
         """Decide the next step: decodes first, then admission, then prefills.
 
@@ -158,6 +163,6 @@ class Schedule:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._metrics.num_preemptions += 1
-        self._memory.retire(sequence, reusable=True)
+        self._memory.preempt(sequence)
         self.remove(sequence)
         self.waiting.add(sequence)

@@ -9,6 +9,7 @@ import numpy as np
 
 from planner.growable import Growable
 from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, sequence_seed
+from planner.swap import HostCopy
 
 
 class ClassKey(NamedTuple):
@@ -36,6 +37,7 @@ class Sequence:
     `tokens` int64: prompt and what was generated, as far as the host knows. The last sampled token is pending: it is
     in `tokens` but not in a cell until it is fed. Of the positions, [0, num_computed) are committed to cells and
     [0, num_planned) are in a committed or planned step. `cells_id` names the cell list while the sequence runs.
+    `host_copy`: of the cells it had when it was preempted, until they are copied back.
     """
 
     family: Family
@@ -49,6 +51,7 @@ class Sequence:
     num_planned: int = 0
     num_in_flight: int = 0
     finish_reason: FinishReason | None = None
+    host_copy: HostCopy | None = None
 
     @property
     def order(self) -> tuple[int, bool, int, int]:
@@ -69,6 +72,11 @@ class Sequence:
     def num_to_feed(self) -> int:
         """Known tokens that no step has fed yet."""
         return len(self.tokens) - self.num_planned
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens to prefill once it is admitted, resident prefixes not considered."""
+        return len(self.tokens) - (0 if self.host_copy is None else self.host_copy.end)
 
     @property
     def can_decode(self) -> bool:

@@ -46,15 +46,35 @@ class Chunk(NamedTuple):
     masked: frozenset[int] = frozenset()
 
 
+class SwapOut(NamedTuple):
+    """Cells int32[n] to copy to host memory, in order, filling one block of it after another: int32[blocks]."""
+
+    cells: CellArray
+    blocks: CellArray
+
+
+class SwapIn(NamedTuple):
+    """Blocks to copy back, in order, into cells int32[n]; the last block may be filled in part."""
+
+    blocks: CellArray
+    cells: CellArray
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One turn of the engine. `dropped` names sequences whose cell list is no longer what an executor may have kept
-    of it (ended, preempted or rewound since the step before)."""
+    of it (ended, preempted or rewound since the step before).
+
+    Before anything else, `swaps_out` are copied and then `swaps_in`, in order: cells that are copied out may be
+    written in the same step, and blocks that were copied back may be filled by a later one.
+    """
 
     number: int
     chunks: tuple[Chunk, ...]
     slices: tuple[Slice, ...]
     dropped: tuple[int, ...] = ()
+    swaps_out: tuple[SwapOut, ...] = ()
+    swaps_in: tuple[SwapIn, ...] = ()
 
     @property
     def num_tokens(self) -> int:

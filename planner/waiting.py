@@ -6,7 +6,7 @@ By class (priority, and what began elsewhere before what is new), then fairly by
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from planner.request import Request
 from planner.sequence import Account, ClassKey, Sequence, account_of
@@ -62,18 +62,18 @@ class WaitingQueue:
         """`weights` are tenants' shares; 1 for those that have none."""
         self._weights = weights
         self._classes: dict[ClassKey, _Class] = {}
-        self._num_sequences = 0
+        self._counted: dict[Sequence, int] = {}  # who waits, and the tokens to prefill of each as it came
         self._num_tokens = 0
 
     def __len__(self) -> int:
-        return self._num_sequences
+        return len(self._counted)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        line = self._line(sequence)
-        if line is None:
-            return False
-        at = line.place(sequence)
-        return at < len(line.sequences) and line.sequences[at] is sequence
+        return sequence in self._counted
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """All that wait, in no order."""
+        return iter(self._counted)
 
     @property
     def num_tokens(self) -> int:
@@ -96,9 +96,9 @@ class WaitingQueue:
         fair = self._classes.setdefault(class_key, _Class(self._weights))
         line = fair.lines.setdefault(tenant, _Line())
         line.sequences.insert(line.place(sequence), sequence)
-        line.num_tokens += len(sequence.tokens)
-        self._num_tokens += len(sequence.tokens)
-        self._num_sequences += 1
+        num_tokens = self._counted[sequence] = sequence.num_to_prefill
+        line.num_tokens += num_tokens
+        self._num_tokens += num_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that waits."""
@@ -107,9 +107,9 @@ class WaitingQueue:
         fair = self._classes[class_key]
         line = fair.lines[tenant]
         del line.sequences[line.place(sequence)]
-        line.num_tokens -= len(sequence.tokens)
-        self._num_tokens -= len(sequence.tokens)
-        self._num_sequences -= 1
+        num_tokens = self._counted.pop(sequence)
+        line.num_tokens -= num_tokens
+        self._num_tokens -= num_tokens
         if not line.sequences:
             del fair.lines[tenant]
         if not fair.lines:
@@ -126,8 +126,3 @@ class WaitingQueue:
         fair = self._classes.get(account.class_key)
         if fair is not None:
             fair.shares.charge(account.tenant, num_tokens)
-
-    def _line(self, sequence: Sequence) -> _Line | None:
-        class_key, tenant = sequence.family.account
-        fair = self._classes.get(class_key)
-        return None if fair is None else fair.lines.get(tenant)

@@ -31,6 +31,7 @@ from worker.models.config import ModelConfig
 from worker.models.decoder import Decoder
 from worker.models.rope import Rope
 from worker.models.rope_tables import rope_tables
+from worker.swap import HostSwap, SwapSpace
 from worker.torch_executor import TorchExecutor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -69,13 +70,13 @@ class Model:
     rotary: tuple[torch.Tensor, torch.Tensor]
     dtype: torch.dtype
 
-    def info(self, num_cells: int, widths: tuple[int, ...], max_prefill_tokens: int) -> ProgramInfo:
+    def info(self, num_cells: int, widths: tuple[int, ...], max_prefill_tokens: int, **changes: Any) -> ProgramInfo:
         config = self.decoder.config
         return ProgramInfo(
             name="tiny", architecture=config.architecture, vocab_size=config.vocab_size, context=CONTEXT,
             max_prefill_tokens=max_prefill_tokens, min_prefill_tokens=2, widths=widths, num_cells=num_cells,
             num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            dtype=str(self.dtype), device=str(DEVICE), bytes_per_cell=1,
+            dtype=str(self.dtype), device=str(DEVICE), bytes_per_cell=1, **changes,
         )  # fmt: skip
 
     def pool(self, num_cells: int) -> KvPool:
@@ -107,13 +108,32 @@ def cuda_executor(
     max_prefill_tokens: int = 64,
     widths: tuple[int, ...] = (1, 2, 4, 8),
     prefill: Callable[[PrefillChain], Any] = lambda chain: chain,
+    swap_blocks: int = 0,
+    swap_block_cells: int = 4,
 ) -> CudaExecutor:
     """`prefill` may put something around the executor's prefill chain."""
-    info, pool, config = model.info(num_cells, widths, max_prefill_tokens), model.pool(num_cells), model.decoder.config
+    swaps = {"swap_blocks": swap_blocks, "swap_block_cells": swap_block_cells}
+    info, pool, config = (
+        model.info(num_cells, widths, max_prefill_tokens, **swaps),
+        model.pool(num_cells),
+        model.decoder.config,
+    )
     capture: Capture = EagerSteps if INTERPRETED else DecodeGraphs
     decode = CudaDecode(config, model.decoder.weights, model.rotary, pool, widths, capture=capture)
     chain = PrefillChain(config, model.decoder.weights, model.rotary, pool)
-    return CudaExecutor(info, model.decoder, prefill(chain), decode)
+    return CudaExecutor(info, model.decoder, prefill(chain), decode, swap_space(info, pool))
+
+
+def swap_space(info: ProgramInfo, pool: KvPool) -> SwapSpace | None:
+    if not info.swap_blocks:
+        return None
+    if INTERPRETED:
+        return HostSwap(pool, info.swap_blocks, info.swap_block_cells)
+    from worker.cuda_swap import PinnedSwap
+    from worker.kernels import CellCopier
+
+    copier = CellCopier([*pool.keys, *pool.values])
+    return PinnedSwap(copier, info.swap_blocks, info.swap_block_cells)
 
 
 class Rig:
@@ -132,6 +152,8 @@ class Rig:
             "max_batched_tokens": 64,
             "prefill_chunk_tokens": 16,
             "max_steps_in_flight": depth,
+            "swap_blocks": info.swap_blocks,
+            "swap_block_cells": info.swap_block_cells,
         }
         self.executor = executor
         self.depth = depth

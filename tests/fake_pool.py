@@ -50,5 +50,11 @@ class FakePool:
             self._after[cell] = history
         return history
 
+    def copy(self, cells: np.ndarray[Any, Any], other: FakePool, other_cells: np.ndarray[Any, Any]) -> None:
+        """`cells` become copies of `other_cells` of `other`; as many of them as there are cells."""
+        chosen = other_cells[: len(cells)]
+        self._position[cells] = other._position[chosen]
+        self._before[cells], self._after[cells] = other._before[chosen], other._after[chosen]
+
     def spoil(self, cells: np.ndarray[Any, Any]) -> None:
         self._position[cells] = _SPOILT

@@ -130,6 +130,7 @@ class FakeExecutor:
         self._step_time_s = step_time_s
         self._script = dict(script or {})
         self._pool = FakePool(self._info.num_cells)
+        self._host = FakePool(self._info.swap_blocks * self._info.swap_block_cells)
         self._last_token: dict[int, int] = {}
         self._launched: deque[_Launched] = deque()
         self._free_at = 0.0
@@ -198,6 +199,7 @@ class FakeExecutor:
         self.steps.append(step)
         for sequence_id in step.dropped:
             self._last_token.pop(sequence_id, None)
+        self._swap(step)
         failing = self._failing.get(number, _no_chunk)
         outcomes: Outcomes = [self._fail(chunk) if failing(chunk) else self._run(chunk) for chunk in step.chunks]
         if number in self._wrong:
@@ -223,6 +225,18 @@ class FakeExecutor:
     def close(self) -> None:
         assert not self.closed, "closed twice"
         self.closed = True
+
+    def _swap(self, step: Step) -> None:
+        for swap in step.swaps_out:
+            places = self._host_places(swap.blocks)
+            self._host.spoil(places)
+            self._host.copy(places[: len(swap.cells)], self._pool, swap.cells)
+        for back in step.swaps_in:
+            self._pool.copy(back.cells, self._host, self._host_places(back.blocks))
+
+    def _host_places(self, blocks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        size = self._info.swap_block_cells
+        return (blocks[:, None] * size + np.arange(size)).ravel()
 
     def _run(self, chunk: Chunk) -> ChunkOutput:
         tokens = [self._last_token[chunk.sequence_id]] if chunk.tokens is None else chunk.tokens.tolist()

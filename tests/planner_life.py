@@ -64,6 +64,8 @@ class PlannerLife:
             max_prefill_tokens=limits.max_prefill_tokens,
             min_prefill_tokens=limits.min_prefill_tokens,
             widths=limits.widths,
+            swap_blocks=limits.swap_blocks,
+            swap_block_cells=limits.swap_block_cells,
         )
         return FakeExecutor(info, max_steps_in_flight=limits.max_steps_in_flight, script=self.script)
 
@@ -222,6 +224,8 @@ class PlannerLife:
         assert metrics.num_requests_refused == self.num_refused
         assert metrics.num_sequences_accepted == metrics.finished.total() == len(self.ended)
         assert metrics.num_tokens_generated >= sum(map(len, self.tokens.values()))
+        assert metrics.num_swapped_in <= metrics.num_swapped_out <= metrics.num_preemptions
+        assert metrics.num_cells_swapped_in <= metrics.num_cells_swapped_out
         assert metrics.num_prefix_hits <= metrics.num_prefix_queries
         assert metrics.num_steps <= metrics.num_forwards.total() <= metrics.num_tokens.total()
 

@@ -71,4 +71,7 @@ def tight_limits(draw: st.DrawFn, *, vocab_size: int) -> Limits:
         tenant_weights=draw(st.sampled_from([{}, {"a": 3.0}, {"": 0.5, "b": 2.0}])),
         max_steps_in_flight=draw(st.integers(1, 2)),
         prefix_caching=draw(st.sampled_from([True, True, False])),
+        swap_blocks=draw(st.sampled_from([0, 3, 12])),
+        swap_block_cells=draw(st.integers(1, 4)),
+        min_swapped_cells=draw(st.integers(1, 6)),
     )

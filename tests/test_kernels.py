@@ -177,22 +177,3 @@ def test_a_captured_graph_copies_the_cells_that_its_lists_name_at_replay() -> No
     target.copy_(indices(20, 30, 40))
     graph.replay()
     assert torch.equal(gathered(planes, target), gathered(planes, source))
-
-
-@needs_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_cells", [1, 100, 256, 1000])
-def test_cells_come_back_from_host_memory_as_they_went(num_cells: int) -> None:
-    from worker.swap import SwapBuffer
-
-    planes = real_planes(3000)
-    copier = CellCopier(planes)
-    order = torch.randperm(3000, device=DEVICE).int()
-    cells, new_cells = order[:num_cells].contiguous(), order[num_cells : 2 * num_cells].contiguous()
-    expected = gathered(planes, cells)
-    buffer = SwapBuffer(copier, piece_cells=256)
-    swapped = buffer.out(cells)
-    for plane in planes:  # the cells are free at once
-        plane[cells.long()] = 0
-    buffer.back(swapped, new_cells)
-    assert torch.equal(gathered(planes, new_cells), expected)

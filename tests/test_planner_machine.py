@@ -107,6 +107,9 @@ def random_limits(lot: random.Random, depth: int) -> Limits:
         tenant_weights={"a": 3.0},
         max_steps_in_flight=depth,
         prefix_caching=lot.random() < 0.8,
+        swap_blocks=lot.choice([0, 4, 16, 16]),
+        swap_block_cells=lot.randint(1, 4),
+        min_swapped_cells=lot.randint(1, 6),
     )
 
 
@@ -147,6 +150,9 @@ def live_through(lot: random.Random, life: PlannerLife, num_operations: int) -> 
     life.finish()
 
 
+KINDS = ("stop", "length", "cancelled", "failed", "preempted", "recomputed", "found", "padded")
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_thousands_of_operations_leave_no_trace_in_the_answers(depth: int) -> None:
     """Everything that can happen to a sequence happens here, many times; else this test proves little."""
@@ -159,10 +165,14 @@ def test_thousands_of_operations_leave_no_trace_in_the_answers(depth: int) -> No
         seen.update({reason.value: count for reason, count in metrics.finished.items()})
         seen.update(
             preempted=metrics.num_preemptions,
+            recomputed=metrics.num_preemptions - metrics.num_swapped_out,
+            swapped=metrics.num_swapped_in,
+            wasted=metrics.num_swapped_out - metrics.num_swapped_in,
             found=metrics.num_prefix_hits,
             padded=metrics.num_padded_rows,
             discarded=metrics.num_tokens_generated - sum(map(len, life.tokens.values())),
             refused=metrics.num_requests_refused,
         )
-    assert min(seen[what] for what in ("stop", "length", "cancelled", "failed", "preempted", "found", "padded")) > 20
+    assert min(seen[what] for what in KINDS) > 20
     assert seen["refused"] > 20
+    assert min(seen["swapped"], seen["wasted"]) > 0

@@ -17,6 +17,7 @@ from worker.config import EngineConfig
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.program import Program, load_program
+from worker.swap import HostSwap
 from worker.torch_executor import TorchExecutor
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -30,18 +31,30 @@ def load(model: str, **settings: Any) -> Program:
     return load_program(EngineConfig(model=model, device="cpu", dtype="float32", num_threads=1, **settings))
 
 
-def executor_of(program: Program, capacity: int, min_prefill_tokens: int = 2) -> TorchExecutor:
-    """An executor with a pool of its own over a program that others share."""
-    info = replace(program.info, num_cells=capacity, min_prefill_tokens=min_prefill_tokens)
+def executor_of(
+    program: Program, capacity: int, min_prefill_tokens: int = 2, *, swap_blocks: int = 0, swap_block_cells: int = 4
+) -> TorchExecutor:
+    """An executor with a pool, and host blocks, of its own over a program that others share."""
+    info = replace(
+        program.info,
+        num_cells=capacity,
+        min_prefill_tokens=min_prefill_tokens,
+        swap_blocks=swap_blocks,
+        swap_block_cells=swap_block_cells,
+    )
     decoder = program.decoder
     pool = KvPool(info.num_layers, capacity, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
-    return TorchExecutor(info, EagerForwards(decoder, pool))
+    swap = HostSwap(pool, swap_blocks, swap_block_cells) if swap_blocks else None
+    return TorchExecutor(info, EagerForwards(decoder, pool), swap)
 
 
 class Rig:
     """A planner and an executor, run to the end of what was submitted."""
 
-    def __init__(self, executor: TorchExecutor, prefill_chunk_tokens: int = 512, max_num_seqs: int = 32) -> None:
+    def __init__(
+        self, executor: TorchExecutor, prefill_chunk_tokens: int = 512, max_num_seqs: int = 32, **changes: Any
+    ) -> None:
+        """`changes` are further limits."""
         info = executor.info
         self.limits = Limits(
             capacity=info.num_cells,
@@ -52,6 +65,9 @@ class Rig:
             widths=(1, 2, 4, 8, 16, 32),
             max_num_seqs=max_num_seqs,
             prefill_chunk_tokens=prefill_chunk_tokens,
+            swap_blocks=info.swap_blocks,
+            swap_block_cells=info.swap_block_cells,
+            **changes,
         )
         self.planner = Planner(self.limits)
         self.executor = executor

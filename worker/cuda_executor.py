@@ -31,6 +31,7 @@ from worker.prefill_plan import plan_prefill
 from worker.sampler import Draw as HostDraw
 from worker.sampler import sample
 from worker.slots import Slots, slots_needed
+from worker.swap import SwapSpace, run_swaps
 
 # Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
 _LOGPROB_ROWS = 64
@@ -45,8 +46,17 @@ class CudaExecutor:
     end. Rows without finite logits fail alone.
     """
 
-    def __init__(self, info: ProgramInfo, decoder: Decoder, prefill: PrefillChain, decode: CudaDecode) -> None:
+    def __init__(
+        self,
+        info: ProgramInfo,
+        decoder: Decoder,
+        prefill: PrefillChain,
+        decode: CudaDecode,
+        swap: SwapSpace | None = None,
+    ) -> None:
+        """`swap` has as many blocks as `info` says; None for none."""
         self._info = info
+        self._swap = swap
         self._decoder = decoder
         self._prefill = prefill
         self._decode = decode
@@ -74,6 +84,7 @@ class CudaExecutor:
         self._failed.difference_update(step.dropped)
         run = StepRun(step.chunks)
         with torch.inference_mode():
+            run_swaps(self._swap, step)
             if self._is_decode(step):
                 self._launch_decode(run)
             else:

@@ -20,12 +20,14 @@ from torch import Tensor
 from planner.errors import InvalidConfiguration
 from planner.request import SamplingParams
 from planner.slices import Method, Slice
-from planner.step import Chunk, Step
+from planner.step import Chunk, Step, SwapIn, SwapOut
 from worker.config import EngineConfig
 from worker.cuda_decode import CudaDecode
 from worker.cuda_executor import CudaExecutor
 from worker.cuda_prefill import PrefillChain
+from worker.cuda_swap import PinnedSwap
 from worker.executor import ProgramInfo
+from worker.kernels import CellCopier
 from worker.kv_pool import KvPool
 from worker.models.decoder import Decoder
 from worker.models.rope_tables import rope_tables
@@ -67,7 +69,19 @@ def make_cuda_executor(info: ProgramInfo, decoder: Decoder, rotary: tuple[Tensor
     """An executor with a pool of `info.num_cells`. `rotary`: cos and sin, float32 [context, head_dim / 2]."""
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths)
-    return CudaExecutor(info, decoder, PrefillChain(decoder.config, decoder.weights, rotary, pool), decode)
+    prefill = PrefillChain(decoder.config, decoder.weights, rotary, pool)
+    return CudaExecutor(info, decoder, prefill, decode, _swap_space(info, pool))
+
+
+def _swap_space(info: ProgramInfo, pool: KvPool) -> PinnedSwap | None:
+    """Its kernels are compiled here, not in the middle of the first preemption."""
+    if not info.swap_blocks:
+        return None
+    space = PinnedSwap(CellCopier([*pool.keys, *pool.values]), info.swap_blocks, info.swap_block_cells)
+    block, cell = np.zeros(1, np.int32), np.array([pool.scratch_cell], np.int32)
+    space.copy_out(SwapOut(cell, block))
+    space.copy_in(SwapIn(block, cell))
+    return space
 
 
 def warm_up(executor: CudaExecutor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from planner.limits import Limits
+from planner.limits import SWAP_BLOCK_CELLS, Limits
 from planner.step import Step, StepResult
 from worker.config import EngineConfig
 
@@ -20,6 +20,7 @@ class ProgramInfo:
 
     W = `max_prefill_tokens`, m = `min_prefill_tokens`, 2 <= m <= W. `widths` ascend from 1. `num_cells` excludes the
     scratch cell. Cache geometry: per layer K and V of `[num_cells, num_kv_heads, head_dim]`.
+    `swap_blocks` of `swap_block_cells` cells each: host memory that steps may swap to; none where it cannot swap.
     `weight_bytes`: what a decode forward reads of its weights, each once; it sets the floor of a decode step.
     """
 
@@ -38,6 +39,8 @@ class ProgramInfo:
     device: str
     bytes_per_cell: int
     weight_bytes: int = 0
+    swap_blocks: int = 0
+    swap_block_cells: int = SWAP_BLOCK_CELLS
 
 
 class Executor(Protocol):
@@ -83,5 +86,7 @@ def limits_for(config: EngineConfig, info: ProgramInfo, max_steps_in_flight: int
         max_waiting_tokens=config.max_waiting_tokens,
         max_steps_in_flight=max_steps_in_flight,
         prefix_caching=config.prefix_caching,
+        swap_blocks=info.swap_blocks,
+        swap_block_cells=info.swap_block_cells,
         tenant_weights=config.tenant_weights,
     )

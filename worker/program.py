@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, UnsupportedModel
+from planner.limits import SWAP_BLOCK_CELLS
 from worker.config import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, EngineConfig
 from worker.executor import Executor, ProgramInfo
 from worker.forwards import EagerForwards
@@ -19,12 +20,15 @@ from worker.models.dummy_weights import dummy_weights
 from worker.models.gguf_source import GgufSource
 from worker.models.safetensors_source import SafetensorsSource
 from worker.models.weights import DecoderWeights, TensorSource, load_weights
+from worker.swap import HostSwap, blocks_in
 from worker.torch_executor import TorchExecutor
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Unless told otherwise a pool holds this many full contexts, if a quarter of the free memory does.
 _DEFAULT_CONTEXTS = 8
 _MEMORY_SHARE = 0.25
+# GiB of host memory for preempted sequences. A CPU's pool lies in the same memory: better a larger pool.
+_GPU_SWAP_GIB = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,8 @@ def build_executor(config: EngineConfig) -> Executor:
 
         return build_cuda_executor(config, info, decoder)
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
-    return TorchExecutor(info, EagerForwards(decoder, pool))
+    swap = HostSwap(pool, info.swap_blocks, info.swap_block_cells) if info.swap_blocks else None
+    return TorchExecutor(info, EagerForwards(decoder, pool), swap)
 
 
 def load_program(config: EngineConfig) -> Program:
@@ -75,6 +80,7 @@ def load_program(config: EngineConfig) -> Program:
         device=str(device),
         bytes_per_cell=cell_bytes,
         weight_bytes=weights.bytes_read,
+        swap_blocks=blocks_in(_GPU_SWAP_GIB if device.type == "cuda" else 0.0, SWAP_BLOCK_CELLS, cell_bytes),
     )
     return Program(info, Decoder(model, weights, context))
 

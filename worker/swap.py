@@ -1,80 +1,77 @@
-# mypy: allow-untyped-calls
-"""Takes cells to pinned host memory and back, behind the kernels that run meanwhile.
+"""Host memory that preempted sequences' cells go to, and the plain way there: for pools that torch can index directly.
 
-A piece is gathered into one of two device buffers on the current stream and copied over the bus on a stream of its
-own, so the next piece's kernel and the model's own kernels run on. Nothing here waits on the host.
+Which cells go, and to which block, is the planner's business; so is that no block is filled before what it held is
+back. Not for GPUs, where copies run behind the model's kernels: `worker.cuda_swap`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from worker.kernels import CellCopier, PackedCells
+from planner.request import CellArray
+from planner.step import Step, SwapIn, SwapOut
+from worker.kv_pool import KvPool
+
+_GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Swapped:
-    """Cells that live in host memory: pinned `storage` uint8, `num_cells` of them, there once `done` has happened."""
+class SwapSpace(Protocol):
+    """Blocks of host memory beside a pool. Owner and only caller: the executor.
 
-    storage: Tensor
-    num_cells: int
-    done: torch.cuda.Event
+    Each call takes effect in the order of calls and of the pool's other uses: cells that were copied out may be written
+    at once by what is launched next, and what is launched next sees the cells that were copied in.
+    """
+
+    def copy_out(self, swap: SwapOut) -> None: ...
+
+    def copy_in(self, swap: SwapIn) -> None: ...
 
 
-class SwapBuffer:
-    """Two device buffers of `piece_cells` cells each. Owner and caller: the thread that owns the pool."""
+def run_swaps(space: SwapSpace | None, step: Step) -> None:
+    """The copies that a step begins with."""
+    if not (step.swaps_out or step.swaps_in):
+        return
+    assert space is not None, "the planner swaps, and the program said that it has no blocks"
+    for out in step.swaps_out:
+        space.copy_out(out)
+    for back in step.swaps_in:
+        space.copy_in(back)
 
-    def __init__(self, copier: CellCopier, piece_cells: int) -> None:
-        assert piece_cells > 0
-        self._copier = copier
-        self._piece_cells = piece_cells
-        self._bus = torch.cuda.Stream(device=copier.device)
-        self._halves: tuple[tuple[PackedCells, torch.cuda.Event], ...] = tuple(
-            (copier.buffer(piece_cells), torch.cuda.Event()) for _ in range(2)
-        )
 
-    def out(self, cells: Tensor) -> Swapped:
-        """Start copying `cells`, int32[n] on the device, to fresh pinned memory.
+def blocks_in(gib: float, block_cells: int, cell_bytes: int) -> int:
+    """Whole blocks that so much host memory holds."""
+    return int(gib * _GIB) // (block_cells * cell_bytes)
 
-        In the order of the current stream the cells are free for other use as soon as this returns.
-        """
-        num_cells, cell_bytes = len(cells), self._copier.num_planes * self._copier.row_bytes
-        storage = torch.empty(num_cells * cell_bytes, dtype=torch.uint8, pin_memory=True)
-        current = torch.cuda.current_stream(self._copier.device)
-        for number, first in enumerate(range(0, num_cells, self._piece_cells)):
-            packed, free = self._halves[number % 2]
-            piece = cells[first : first + self._piece_cells]
-            current.wait_event(free)
-            self._copier.gather(piece, packed)
-            self._bus.wait_stream(current)
-            with torch.cuda.stream(self._bus):
-                size = len(piece) * cell_bytes
-                storage[first * cell_bytes :][:size].copy_(packed.storage[:size], non_blocking=True)
-                free.record()
-        done = torch.cuda.Event()
-        done.record(self._bus)
-        return Swapped(storage, num_cells, done)
 
-    def back(self, swapped: Swapped, cells: Tensor) -> torch.cuda.Event:
-        """Start copying swapped cells into `cells`, int32[n] on the device; later work of the current stream sees
-        them. The event says when `swapped.storage` may be dropped."""
-        assert len(cells) == swapped.num_cells
-        cell_bytes = self._copier.num_planes * self._copier.row_bytes
-        current = torch.cuda.current_stream(self._copier.device)
-        self._bus.wait_event(swapped.done)
-        for number, first in enumerate(range(0, len(cells), self._piece_cells)):
-            packed, free = self._halves[number % 2]
-            piece = cells[first : first + self._piece_cells]
-            self._bus.wait_event(free)
-            with torch.cuda.stream(self._bus):
-                size = len(piece) * cell_bytes
-                packed.storage[:size].copy_(swapped.storage[first * cell_bytes :][:size], non_blocking=True)
-            current.wait_stream(self._bus)
-            self._copier.scatter(packed, piece)
-            free.record(current)
-        read = torch.cuda.Event()
-        read.record(self._bus)
-        return read
+class HostSwap:
+    """A `SwapSpace` that copies with torch, at once. Memory is taken from the system as blocks are first used."""
+
+    def __init__(self, pool: KvPool, num_blocks: int, block_cells: int) -> None:
+        self._pool = pool
+        self._block_cells = block_cells
+        shape = (pool.keys.shape[0], num_blocks * block_cells, *pool.keys.shape[2:])
+        self._keys, self._values = (torch.empty(shape, dtype=pool.keys.dtype, device=pool.keys.device) for _ in "kv")
+
+    def copy_out(self, swap: SwapOut) -> None:
+        places, cells = self._places(swap.blocks, len(swap.cells)), _indices(swap.cells)
+        self._keys[:, places] = self._pool.keys[:, cells]
+        self._values[:, places] = self._pool.values[:, cells]
+
+    def copy_in(self, swap: SwapIn) -> None:
+        places, cells = self._places(swap.blocks, len(swap.cells)), _indices(swap.cells)
+        self._pool.keys[:, cells] = self._keys[:, places]
+        self._pool.values[:, cells] = self._values[:, places]
+
+    def _places(self, blocks: CellArray, num_cells: int) -> Tensor:
+        """int64[num_cells]: rows of the host's tensors, block by block."""
+        rows = blocks.astype(np.int64)[:, None] * self._block_cells + np.arange(self._block_cells)
+        assert num_cells <= rows.size, "more cells than their blocks hold"
+        return torch.from_numpy(rows.ravel()[:num_cells])
+
+
+def _indices(cells: CellArray) -> Tensor:
+    return torch.from_numpy(cells.astype(np.int64))

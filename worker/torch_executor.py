@@ -22,6 +22,7 @@ from worker.forwards import Forwards, SelectedLogits
 from worker.logprobs import token_logprobs
 from worker.race import torch_race
 from worker.sampler import Draw, sample
+from worker.swap import SwapSpace, run_swaps
 
 # Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
 _LOGPROB_ROWS = 64
@@ -44,10 +45,12 @@ class _ChunkRun:
 class TorchExecutor:
     """An `Executor`; see `worker.executor`. One step in flight, which `launch` runs to its end."""
 
-    def __init__(self, info: ProgramInfo, forwards: Forwards) -> None:
-        """`forwards`: of the program that `info` describes. On the CPU this compiles a kernel, once a machine."""
+    def __init__(self, info: ProgramInfo, forwards: Forwards, swap: SwapSpace | None = None) -> None:
+        """`forwards`: of the program that `info` describes; `swap`: with as many blocks as it says, None for none. On
+        the CPU this compiles a kernel, once a machine."""
         self._info = info
         self._forwards = forwards
+        self._swap = swap
         self._race = compile_cpu_race() if info.device == "cpu" else torch_race
         self._result: StepResult | None = None
 
@@ -68,6 +71,7 @@ class TorchExecutor:
         assert self._result is None, "the step before has not been collected"
         runs = [_ChunkRun() for _ in step.chunks]
         with torch.inference_mode():
+            run_swaps(self._swap, step)
             for piece_of in step.slices:
                 self._run_slice(step.chunks, piece_of, runs)
         self._result = StepResult([run.outcome for run in runs])
