@@ -9,17 +9,18 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from planner.request import TokenLogprobs
+from planner.request import Request, TokenLogprobs
 from planner.step import Chunk, ChunkOutput, Step, StepResult
 from worker.config import CPU_PREFILL_TOKENS, EngineConfig
 from worker.executor import ProgramInfo
+from worker.vocabulary import VocabularySource
 
 STEP_S = 0.005
 VOCAB_SIZE = 49_152  # SmolLM2's, whose tokenizer makes text of the tokens
 FIRST_TOKEN, NUM_TOKENS = 300, 64
 
 
-def make(config: EngineConfig) -> SteppingExecutor:
+def make(config: EngineConfig, _: VocabularySource) -> SteppingExecutor:
     """The same call as `worker.program.build_executor`."""
     return SteppingExecutor(
         ProgramInfo(
@@ -49,6 +50,9 @@ class SteppingExecutor:
     def __init__(self, info: ProgramInfo) -> None:
         self.info = info
         self._launched: deque[tuple[Step, float]] = deque()
+
+    def prepare(self, request: Request) -> None:
+        """Nothing is slow to make."""
 
     def launch(self, step: Step) -> None:
         self._launched.append((step, time.perf_counter() + STEP_S))

@@ -11,6 +11,7 @@ from cluster.headers import Terms
 from cluster.prompts import PromptEncoder
 from cluster.requests import on_terms, plan_chat, plan_completion, served_name
 from cluster.side_threads import SideThreads
+from cluster.structured import FormReader
 from cluster.text import TextModel
 from planner.errors import InvalidRequest, Unavailable
 from protos.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
@@ -35,6 +36,7 @@ class AnswerMaker:
             inline_size=settings.inline_size, num_threads=settings.text_threads, max_waiting=settings.max_long_texts
         )
         self._prompts = PromptEncoder(service.text, self.threads)
+        self._forms = FormReader(self.threads)
 
     def served(self) -> ServedModel:
         """The model. Raises `Unavailable` before the first worker has said what it serves."""
@@ -57,7 +59,8 @@ class AnswerMaker:
         model, name = self.model(body.model)
         text = self.service.text
         prompts = await self._prompts.completion(body, model.context)
-        plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings))
+        grammar = await self._forms.grammar(body)
+        plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings, grammar))
         scored = body.logprobs is not None
         return Answer(self.service.fleet, text, plans, body.stop_strings, scored=scored), name
 
@@ -66,7 +69,8 @@ class AnswerMaker:
         model, name = self.model(body.model)
         text = self.service.text
         prompt = await self._prompts.chat(body, model.context)
-        plans = on_terms(terms, plan_chat(body, prompt, model, text.eos_ids, self.service.settings))
+        grammar = await self._forms.grammar(body)
+        plans = on_terms(terms, plan_chat(body, prompt, model, text.eos_ids, self.service.settings, grammar))
         return Answer(self.service.fleet, text, plans, body.stop_strings, scored=body.logprobs), name
 
     async def token_ids(self, body: TokenizeTextBody | TokenizeChatBody) -> list[int]:

@@ -18,8 +18,10 @@ from cluster.api_settings import ApiSettings
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
 from worker.executor import Executor
+from worker.vocabulary import VocabularySource
 
 BUILD_EXECUTOR = "worker.program:build_executor"
+ExecutorFactory = Callable[[EngineConfig, VocabularySource], Executor]
 
 
 class ServiceConfig(BaseModel):
@@ -27,7 +29,7 @@ class ServiceConfig(BaseModel):
 
     * `engine.model` is anything that `cluster.checkpoints.resolve` takes; every node resolves it for itself.
     * `http` are the settings of the HTTP endpoints, with the names and keys that clients use.
-    * `executor` is the import path of what makes an executor from an `EngineConfig`.
+    * `executor` is the import path of what makes an executor from an `EngineConfig` and the source of a vocabulary.
     * `data_plane_host` is the address that workers bind and gateways reach; None: the node's own, as Ray knows it.
     * `secret` authenticates gateways to workers; made new when it is not given.
     * `worker_cpus`, `gateway_cpus` are what Ray reserves for one replica; a worker on CUDA also reserves one GPU.
@@ -93,7 +95,7 @@ def decide_device(config: ServiceConfig, resources: Mapping[str, float]) -> Lite
     return "cuda" if num_gpus else "cpu"
 
 
-def load_executor_factory(path: str) -> Callable[[EngineConfig], Executor]:
+def load_executor_factory(path: str) -> ExecutorFactory:
     """What the import path `module:name` names. Raises `InvalidConfiguration` where there is no such thing."""
     module_name, _, name = path.partition(":")
     try:
@@ -102,5 +104,5 @@ def load_executor_factory(path: str) -> Callable[[EngineConfig], Executor]:
         raise InvalidConfiguration(f"executor {path} cannot be imported: {error}", param="executor") from error
     if not callable(factory):
         raise InvalidConfiguration(f"executor {path} is not callable", param="executor")
-    made: Callable[[EngineConfig], Executor] = factory
+    made: ExecutorFactory = factory
     return made

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from cluster.config import BUILD_EXECUTOR, load_executor_factory
+from cluster.text import load_text
 from planner.limits import Limits
 from worker.config import EngineConfig
 from worker.engine import Engine
@@ -20,7 +22,7 @@ def make_engine(
     made: list[Executor] = []
 
     def make() -> Executor:
-        made.append(factory(settings))
+        made.append(factory(settings, lambda: load_text(Path(settings.model)).vocabulary()))
         return made[0]
 
     def limits(info: ProgramInfo) -> Limits:

@@ -43,8 +43,9 @@ def plan_completion(
     model: ServedModel,
     eos_ids: frozenset[int],
     settings: ApiSettings,
+    grammar: str | None = None,
 ) -> list[ChoicePlan]:
-    """One plan a prompt, in order. Raises `InvalidRequest`; nothing has been sent."""
+    """One plan a prompt, in order; every answer follows `grammar`. Raises `InvalidRequest`; nothing has been sent."""
     _check_counts(body, len(prompts), settings)
     scores_prompt = body.echo and body.logprobs is not None
     if body.max_tokens == 0 and not body.echo:
@@ -56,15 +57,22 @@ def plan_completion(
         _check_context(len(prompt.ids), wanted, model, "prompt")
         runs = wanted > 0 or scores_prompt
         at_least = wanted if runs else 1  # so that what does not run is checked all the same
-        request = _request(body, prompt, at_least, body.logprobs, model, eos_ids, prompt_logprobs=scores_prompt)
+        request = _request(
+            body, prompt, at_least, body.logprobs, model, eos_ids, grammar, prompt_logprobs=scores_prompt
+        )
         plans.append(ChoicePlan(prompt, request if runs else None, body.n, echo=body.echo))
     return plans
 
 
 def plan_chat(
-    body: ChatBody, prompt: EncodedPrompt, model: ServedModel, eos_ids: frozenset[int], settings: ApiSettings
+    body: ChatBody,
+    prompt: EncodedPrompt,
+    model: ServedModel,
+    eos_ids: frozenset[int],
+    settings: ApiSettings,
+    grammar: str | None = None,
 ) -> list[ChoicePlan]:
-    """The one plan of a conversation. Raises `InvalidRequest`; nothing has been sent."""
+    """The one plan of a conversation; every answer follows `grammar`. Raises `InvalidRequest`; nothing was sent."""
     _check_counts(body, 1, settings)
     left = _room(prompt, model, "messages")
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -72,7 +80,7 @@ def plan_chat(
         wanted = max(1, min(left, model.capacity - len(prompt.ids)))
     _check_context(len(prompt.ids), wanted, model, "messages")
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
-    return [ChoicePlan(prompt, _request(body, prompt, wanted, alternatives, model, eos_ids), body.n)]
+    return [ChoicePlan(prompt, _request(body, prompt, wanted, alternatives, model, eos_ids, grammar), body.n)]
 
 
 def on_terms(terms: Terms, plans: Sequence[ChoicePlan]) -> list[ChoicePlan]:
@@ -121,10 +129,13 @@ def _request(
     alternatives: int | None,
     model: ServedModel,
     eos_ids: frozenset[int],
+    grammar: str | None,
     *,
     prompt_logprobs: bool = False,
 ) -> Request:
     vocab_size = model.vocab_size
+    if grammar is not None and not eos_ids:
+        raise InvalidRequest("this model has no token that ends an answer, so no answer of it can follow a grammar")
     _check_ids(prompt.ids, vocab_size, "prompt")
     _check_ids(body.stop_token_ids, vocab_size, "stop_token_ids")
     stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else eos_ids)
@@ -139,6 +150,7 @@ def _request(
         repetition_penalty=body.repetition_penalty,
         logit_bias=_logit_bias(body.logit_bias, vocab_size),
         logprobs=alternatives,
+        grammar=grammar,
     )
     return Request(
         prompt=np.asarray(prompt.ids, dtype=np.int64),

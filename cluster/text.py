@@ -18,6 +18,9 @@ from cluster.detokeniser import Detokeniser, TokenBytes, detokenise
 from cluster.gguf_metadata import read_gguf_metadata
 from cluster.gguf_tokenizer import gguf_list, gguf_token, gguf_tokenizer
 from planner.errors import InvalidCheckpoint
+from worker.vocabulary import Vocabulary
+
+_SOMETHING = "\x02"  # no vocabulary joins it to what follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,23 @@ class TextModel:
         """Text of `ids`; undoes `encode`."""
         return detokenise(self.tokens, ids, with_special=with_special)
 
+    def vocabulary(self) -> Vocabulary:
+        """What grammars need to know of the tokens."""
+        tokens = tuple(map(self.tokens.of, range(len(self.tokens))))
+        return Vocabulary(tokens, self.tokens.special, self.eos_ids, self._go_on)
+
     def detokeniser(self) -> Detokeniser:
         """A new growing text that continues a prompt."""
         return Detokeniser(self.tokens)
+
+    def _go_on(self, text: str) -> list[int]:
+        """Token ids of a text that follows another one: without the space that some vocabularies put before it."""
+        ids = self.encode(text, add_special_tokens=False)
+        if not self.tokens.leading_space:
+            return ids
+        before = self.encode(_SOMETHING, add_special_tokens=False)
+        both = self.encode(_SOMETHING + text, add_special_tokens=False)
+        return both[len(before) :] if both[: len(before)] == before else ids
 
 
 def load_text(path: Path) -> TextModel:

@@ -71,10 +71,19 @@ def _chunk(sequence: Sequence, length: int, memory: Memory) -> Chunk:
         samples=samples,
         sampling=sequence.sampling,
         prompt_targets=_targets(sequence, start, end) if start + 1 < num_prompt else None,
-        history=tokens.view(0, end) if samples and sequence.needs_history else None,
+        history=_history(sequence, end) if samples else None,
         num_prompt=num_prompt - request.num_generated,
         masked=request.stop_token_ids if samples and end - num_prompt < request.min_tokens else _NOTHING,
     )
+
+
+def _history(sequence: Sequence, end: int) -> TokenArray | None:
+    """What a draw behind position `end` reads of the tokens before it: all of them, or those that the host knows."""
+    if sequence.needs_history:
+        return sequence.tokens.view(0, end)
+    if sequence.sampling.grammar is not None:
+        return sequence.tokens.view(0, min(end, len(sequence.tokens)))
+    return None
 
 
 def _targets(sequence: Sequence, start: int, end: int) -> TokenArray | None:

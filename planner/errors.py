@@ -104,6 +104,12 @@ class ForwardFailed(RequestFailed):
     code = "forward_failed"
 
 
+class GrammarFailed(RequestFailed):
+    """The grammar that this sequence must follow grew beyond what may be spent on one; its batch mates run on."""
+
+    code = "grammar_failed"
+
+
 class WorkerLost(RequestFailed):
     """The worker that ran this sequence is gone."""
 

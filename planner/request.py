@@ -33,7 +33,8 @@ class SamplingParams:
     """How the next token is drawn; the defaults are OpenAI's.
 
     `seed` is any 64-bit value; a draw depends on (seed, position) only. `top_k` 0 is off. `logprobs` is the number of
-    alternatives to report at each position (0: the chosen token alone; None: nothing).
+    alternatives to report at each position (0: the chosen token alone; None: nothing). `grammar` is what the answer
+    must follow, in the words of the library that the executor compiles it with; None: it is free.
     """
 
     temperature: float = 1.0
@@ -46,6 +47,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 100.0)

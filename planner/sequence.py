@@ -93,10 +93,14 @@ class Sequence:
         return num_generated < self.family.request.max_tokens and not self.needs_history
 
     def reason_to_end(self, token: int) -> FinishReason | None:
-        """Why the sequence ends with the token just appended, if it does. A stop token wins over the budget."""
+        """Why the sequence ends with the token just appended, if it does. A stop token wins over the budget.
+
+        Before `min_tokens` one is drawn only where a grammar leaves nothing else, and then it ends the sequence.
+        """
         request = self.family.request
         num_generated = len(self.tokens) - self.num_prompt
-        if token in request.stop_token_ids and num_generated > request.min_tokens:
+        early = num_generated <= request.min_tokens and self.sampling.grammar is None
+        if token in request.stop_token_ids and not early:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_generated >= request.max_tokens else None
 

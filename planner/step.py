@@ -29,7 +29,8 @@ class Chunk(NamedTuple):
       `start + length`.
     * `prompt_targets` int64[<= length], or None: log probabilities wanted for these tokens, row by row.
     * `history` int64[start + length], read-only view of all tokens, or None where the draw does not need it; the
-      first `num_prompt` of them are the prompt.
+      first `num_prompt` of them are the prompt. Where only a grammar needs it, a token that the host does not know yet
+      is missing at its end.
     * `masked` ids that may not be drawn here (stop tokens before `min_tokens`).
     """
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from protos.openai_messages import Body, Conversation, Neutral, RefusedField
+from protos.openai_structured import Structured
 
 MAX_STOP_STRINGS: Final = 4
 MAX_ALTERNATIVES: Final = 20
@@ -48,19 +49,13 @@ _NOT_SUPPORTED_ANYWHERE: Final[Neutral] = {
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "logits_processors": ([],),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
 
 
-class GenerationBody(Body):
+class GenerationBody(Structured):
     """What both generating endpoints understand. Ranges that the sampler has are checked there, not here."""
 
     model: str | None = None

@@ -38,6 +38,7 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         kept = {}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in data.items():
             if value is None:
                 continue
@@ -45,7 +46,7 @@ class Body(BaseModel):
                 if any(type(value) is type(neutral) and value == neutral for neutral in cls.unsupported[name]):
                     continue
                 raise RefusedField(name, f"{name} is not supported here")
-            if name not in cls.model_fields:
+            if name not in known:
                 raise RefusedField(name, f"{name} is not a field of this request")
             kept[name] = value
         return kept

@@ -24,6 +24,7 @@ from planner.step import Chunk, ChunkOutput, Step, StepResult
 from tests.fake_pool import NO_HISTORY, FakePool, WrongStepError, next_hash
 from worker.config import CPU_PREFILL_TOKENS, EngineConfig
 from worker.executor import ProgramInfo
+from worker.vocabulary import VocabularySource, no_vocabulary
 
 Outcomes = list[ChunkOutput | RequestFailed]
 
@@ -141,6 +142,7 @@ class FakeExecutor:
         self._permits: int | None = None
         self._num_launched = 0
         self.num_beats = 0
+        self.prepared: list[Request] = []
         self.steps: list[Step] = []
         self.emitted_at: list[float] = []
         self.closed = False
@@ -189,6 +191,9 @@ class FakeExecutor:
         self._wrong[at_step] = change
 
     # The seam.
+
+    def prepare(self, request: Request) -> None:
+        self.prepared.append(request)
 
     def launch(self, step: Step) -> None:
         assert not self.closed, "launched after close"
@@ -292,7 +297,7 @@ class FakeExecutor:
             raise WrongStepError("the history of a chunk is not what its cells hold")
 
 
-def make_fake_executor(config: EngineConfig) -> FakeExecutor:
+def make_fake_executor(config: EngineConfig, _: VocabularySource = no_vocabulary) -> FakeExecutor:
     """A fake with the sizes of a configuration; the same call as `worker.program.build_executor`."""
     return FakeExecutor(
         fake_info(

@@ -102,7 +102,7 @@ async def test_null_means_not_set() -> None:
         ("logprobs", -1),
         ("best_of", 3),
         ("use_beam_search", True),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json"}),
         ("min_tokens", 9),
         ("stream_options", {"include_usage": True}),
         ("echo", 1),

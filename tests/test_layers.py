@@ -20,12 +20,25 @@ ALLOWED_OURS = {
 ALLOWED_OTHERS = {
     "planner": {"numpy"},
     "protos": {"google", "grpc", "grpc_tools", "pydantic"},
-    "worker": {"numpy", "torch", "triton", "numba", "llvmlite", "safetensors", "gguf", "pydantic", "grpc", "google"},
+    "worker": {
+        "numpy",
+        "torch",
+        "triton",
+        "numba",
+        "llvmlite",
+        "safetensors",
+        "gguf",
+        "pydantic",
+        "grpc",
+        "google",
+        "llguidance",
+    },
 }
 TORCH_FREE_WORKER = (
     "worker.config",
     "worker.engine",
     "worker.executor",
+    "worker.grammars",
     "worker.models.config",
     "worker.outbox",
     "worker.queue_rate",

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from planner.errors import GrammarFailed
+from planner.request import Request
 from planner.slices import Method, Slice
 from planner.step import Chunk, Step, StepResult
 from worker.attention import Span
@@ -24,6 +26,7 @@ from worker.cuda_outcomes import Drawn, StepRun
 from worker.cuda_prefill import PrefillChain
 from worker.decode_state import Moment, PendingTokens, SlotEntry
 from worker.executor import ProgramInfo
+from worker.grammars import BitMask, Grammars, constrained_row
 from worker.graphs import Draw
 from worker.logprobs import token_logprobs
 from worker.models.decoder import Decoder
@@ -32,6 +35,7 @@ from worker.sampler import Draw as HostDraw
 from worker.sampler import sample
 from worker.slots import Slots, slots_needed
 from worker.swap import SwapSpace, run_swaps
+from worker.vocabulary import no_vocabulary
 
 # Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
 _LOGPROB_ROWS = 64
@@ -53,8 +57,10 @@ class CudaExecutor:
         prefill: PrefillChain,
         decode: CudaDecode,
         swap: SwapSpace | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`swap` has as many blocks as `info` says; None for none."""
+        """`swap` has as many blocks as `info` says; None for none. `grammars` are the executor's own from here on;
+        without them no request can have one."""
         self._info = info
         self._swap = swap
         self._decoder = decoder
@@ -63,6 +69,7 @@ class CudaExecutor:
         self._device = decoder.device
         self._shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
         self._slots = Slots(slots_needed(info.widths[-1]))
+        self._grammars = grammars or Grammars(no_vocabulary)
         self._failed: set[int] = set()  # sequences that the planner does not know yet to have failed
         self._in_flight: deque[StepRun] = deque()
 
@@ -78,9 +85,14 @@ class CudaExecutor:
     def max_steps_in_flight(self) -> int:
         return 2
 
+    def prepare(self, request: Request) -> None:
+        if request.sampling.grammar is not None:
+            self._grammars.prepare(request.sampling.grammar)
+
     def launch(self, step: Step) -> None:
         assert len(self._in_flight) < self.max_steps_in_flight
         self._slots.drop(step.dropped)
+        self._grammars.drop(step.dropped)
         self._failed.difference_update(step.dropped)
         run = StepRun(step.chunks)
         with torch.inference_mode():
@@ -99,6 +111,7 @@ class CudaExecutor:
 
     def close(self) -> None:
         self._in_flight.clear()
+        self._grammars.close()
 
     def _is_decode(self, step: Step) -> bool:
         if self._failed or not step.slices or any(piece_of.method is not Method.DECODE for piece_of in step.slices):
@@ -132,11 +145,13 @@ class CudaExecutor:
         self._decode.step(slots, cells, draw)
         logits = None
         if special:
+            masks = self._masks(special, run)  # while the forward runs
             logits = self._decode.logits(len(slots)).index_select(0, self._upload(special)).float()
-            redrawn = [place for place, row in enumerate(special) if _host_draw(chunks[row]).changes_logits]
+            draws = [_host_draw(chunks[row], masks.get(row)) for row in special]
+            redrawn = [place for place, draw in enumerate(draws) if draw.changes_logits]
             if redrawn:
                 rows = [special[place] for place in redrawn]
-                tokens = self._redraw(logits, redrawn, [chunks[row] for row in rows], rows, state.out_tokens)
+                tokens = self._redraw(logits, redrawn, [draws[place] for place in redrawn], rows, state.out_tokens)
                 state.set_last_tokens(self._upload([slots[row] for row in rows]), tokens)
         pending = state.fetch_tokens(len(slots))
         run.drawn.append(_drawn(range(len(slots)), chunks, pending, special, logits))
@@ -180,9 +195,11 @@ class CudaExecutor:
         outputs = torch.empty((2, _aligned(num_rows)), dtype=torch.int32, device=self._device)
         self._decode.draw(logits, slots.int(), outputs[0, :num_rows], outputs[1, :num_rows])
         chunks = [piece.chunk for piece in pieces]
-        redrawn = [row for row, chunk in enumerate(chunks) if _host_draw(chunk).changes_logits]
+        masks = self._masks([piece.index for piece in pieces], run)  # while the forward runs
+        draws = [_host_draw(piece.chunk, masks.get(piece.index)) for piece in pieces]
+        redrawn = [row for row, draw in enumerate(draws) if draw.changes_logits]
         if redrawn:
-            self._redraw(logits, redrawn, [chunks[row] for row in redrawn], redrawn, outputs[0])
+            self._redraw(logits, redrawn, [draws[row] for row in redrawn], redrawn, outputs[0])
         self._decode.state.set_last_tokens(slots, outputs[0, :num_rows])
         pending = self._fetch(outputs, num_rows)
         scored = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs is not None]
@@ -220,11 +237,29 @@ class CudaExecutor:
 
     # Both.
 
+    def _masks(self, indices: Sequence[int], run: StepRun) -> dict[int, BitMask]:
+        """What those of these chunks that follow a grammar may draw, by index. The last token of one may still be in
+        the step before, which is then waited for; a sequence that cannot go on is given up."""
+        places = [index for index in indices if run.chunks[index].sampling.grammar is not None]
+        if not places:
+            return {}
+        unknown = any(run.chunks[index].tokens is None for index in places)
+        before = self._in_flight[-1].drawn_tokens() if unknown else {}
+        known = [i for i in places if run.chunks[i].tokens is not None or run.chunks[i].sequence_id in before]
+        rows = [constrained_row(run.chunks[i], before.get(run.chunks[i].sequence_id)) for i in known]
+        masks = {}
+        for index, mask in zip(known, self._grammars.masks(rows), strict=True):
+            if isinstance(mask, GrammarFailed):
+                run.give_up(index, mask)
+            else:
+                masks[index] = mask
+        return masks
+
     def _redraw(
-        self, logits: Tensor, places: Sequence[int], chunks: Sequence[Chunk], rows: Sequence[int], out_tokens: Tensor
+        self, logits: Tensor, places: Sequence[int], draws: Sequence[HostDraw], rows: Sequence[int], out_tokens: Tensor
     ) -> Tensor:
-        """Draw again for `chunks`, from rows `places` of `logits`; into rows `rows` of `out_tokens`. Returns them."""
-        tokens = sample(logits.index_select(0, self._upload(places)), [_host_draw(chunk) for chunk in chunks])
+        """Do these draws, from rows `places` of `logits`; into rows `rows` of `out_tokens`. Returns what was drawn."""
+        tokens = sample(logits.index_select(0, self._upload(places)), draws)
         out_tokens.index_copy_(0, self._upload(rows), tokens.int())
         return tokens
 
@@ -267,8 +302,10 @@ def _drawn(
     return Drawn(indices, pending, [rows[place] for place in places], logits)
 
 
-def _host_draw(chunk: Chunk) -> HostDraw:
-    return HostDraw(chunk.sampling, chunk.start + chunk.length, chunk.history, chunk.num_prompt, chunk.masked)
+def _host_draw(chunk: Chunk, mask: BitMask | None) -> HostDraw:
+    """`mask` has what is not to be drawn before `min_tokens` left out already."""
+    masked = chunk.masked if mask is None else frozenset()
+    return HostDraw(chunk.sampling, chunk.start + chunk.length, chunk.history, chunk.num_prompt, masked, mask)
 
 
 def _aligned(num_rows: int) -> int:

@@ -27,6 +27,7 @@ from worker.cuda_executor import CudaExecutor
 from worker.cuda_prefill import PrefillChain
 from worker.cuda_swap import PinnedSwap
 from worker.executor import ProgramInfo
+from worker.grammars import Grammars
 from worker.kernels import CellCopier
 from worker.kv_pool import KvPool
 from worker.models.decoder import Decoder
@@ -38,7 +39,7 @@ Make = Callable[[int], CudaExecutor]
 """An executor with a pool of so many cells, that has run once."""
 
 
-def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decoder) -> CudaExecutor:
+def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decoder, grammars: Grammars) -> CudaExecutor:
     """Size the pool (unless `config.max_cells` says how large it is), capture all widths, and run everything once.
 
     Raises `InvalidConfiguration` where the memory does not hold one context's cells, or not `max_cells`.
@@ -48,7 +49,7 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
     rotary = cos.to(decoder.device), sin.to(decoder.device)
 
     def make(num_cells: int) -> CudaExecutor:
-        executor = make_cuda_executor(replace(info, num_cells=num_cells), decoder, rotary)
+        executor = make_cuda_executor(replace(info, num_cells=num_cells), decoder, rotary, grammars)
         warm_up(executor)
         return executor
 
@@ -65,12 +66,14 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
     return executor
 
 
-def make_cuda_executor(info: ProgramInfo, decoder: Decoder, rotary: tuple[Tensor, Tensor]) -> CudaExecutor:
+def make_cuda_executor(
+    info: ProgramInfo, decoder: Decoder, rotary: tuple[Tensor, Tensor], grammars: Grammars | None = None
+) -> CudaExecutor:
     """An executor with a pool of `info.num_cells`. `rotary`: cos and sin, float32 [context, head_dim / 2]."""
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths)
     prefill = PrefillChain(decoder.config, decoder.weights, rotary, pool)
-    return CudaExecutor(info, decoder, prefill, decode, _swap_space(info, pool))
+    return CudaExecutor(info, decoder, prefill, decode, _swap_space(info, pool), grammars)
 
 
 def _swap_space(info: ProgramInfo, pool: KvPool) -> PinnedSwap | None:

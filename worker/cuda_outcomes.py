@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from planner.errors import ForwardFailed
+from planner.errors import ForwardFailed, RequestFailed
 from planner.request import TokenLogprobs
 from planner.step import Chunk, ChunkOutput
 from worker.decode_state import PendingTokens
@@ -31,7 +31,7 @@ class StepRun:
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = chunks
         self.drawn: list[Drawn] = []
-        self._errors: dict[int, ForwardFailed] = {}
+        self._errors: dict[int, RequestFailed] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
     def is_whole(self, index: int) -> bool:
@@ -42,11 +42,24 @@ class StepRun:
         for index in indices:
             self._errors.setdefault(index, ForwardFailed(message))
 
+    def give_up(self, index: int, error: RequestFailed) -> None:
+        """The chunk's sequence cannot go on, though its forward went well."""
+        self._errors.setdefault(index, error)
+
+    def drawn_tokens(self) -> dict[int, int]:
+        """By sequence, what was drawn from logits that are finite. Waits until the tokens are here."""
+        found: dict[int, int] = {}
+        for drawn in self.drawn:
+            drawn.pending.wait()
+            rows = zip(drawn.indices, drawn.pending.tokens.tolist(), drawn.pending.bad.tolist(), strict=True)
+            found |= {self.chunks[index].sequence_id: token for index, token, is_bad in rows if not is_bad}
+        return found
+
     def score_prompt(self, index: int, scores: Iterable[TokenLogprobs]) -> None:
         """Further log probabilities of a chunk's prompt tokens, in order."""
         self._prompt_logprobs.setdefault(index, []).extend(scores)
 
-    def outcomes(self) -> list[ChunkOutput | ForwardFailed]:
+    def outcomes(self) -> list[ChunkOutput | RequestFailed]:
         """One a chunk. Waits until the tokens are here."""
         if len(self.drawn) == 1 and len(self.drawn[0].indices) == len(self.chunks) and not self._errors:
             drawn = self.drawn[0]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from planner.limits import SWAP_BLOCK_CELLS, Limits
+from planner.request import Request
 from planner.step import Step, StepResult
 from worker.config import EngineConfig
 
@@ -62,6 +63,9 @@ class Executor(Protocol):
     def num_beats(self) -> int:
         """Grows while a step gets on; read on any thread. Constant where no step takes longer than a second or so."""
         ...
+
+    def prepare(self, request: Request) -> None:
+        """The planner took this request. What is slow to make for it may begin, on another thread; never blocks."""
 
     def launch(self, step: Step) -> None: ...
 

@@ -125,6 +125,7 @@ class Loop:
             self._desk.refuse(client, key, refusal)
         else:
             self._desk.accept(client, key, request_id, request.n)
+            self._executor.prepare(request)
 
     def _expire(self) -> None:
         if expired := self._patience.expire(time.monotonic()):

@@ -13,6 +13,7 @@ from planner.limits import SWAP_BLOCK_CELLS
 from worker.config import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, EngineConfig
 from worker.executor import Executor, ProgramInfo
 from worker.forwards import EagerForwards
+from worker.grammars import Grammars
 from worker.kv_pool import KvPool, bytes_per_cell
 from worker.models.config import ModelConfig, read_config
 from worker.models.decoder import Decoder
@@ -22,6 +23,7 @@ from worker.models.safetensors_source import SafetensorsSource
 from worker.models.weights import DecoderWeights, TensorSource, load_weights
 from worker.swap import HostSwap, blocks_in
 from worker.torch_executor import TorchExecutor
+from worker.vocabulary import VocabularySource, no_vocabulary
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Unless told otherwise a pool holds this many full contexts, if a quarter of the free memory does.
@@ -39,19 +41,21 @@ class Program:
     decoder: Decoder
 
 
-def build_executor(config: EngineConfig) -> Executor:
-    """Load the model and make its pool. Raises a `SetupError` that says what is wrong with model or settings."""
+def build_executor(config: EngineConfig, vocabulary: VocabularySource = no_vocabulary) -> Executor:
+    """Load the model and make its pool. Raises a `SetupError` that says what is wrong with model or settings.
+
+    `vocabulary` is what answers are written in that follow a grammar."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     program = load_program(config)
-    info, decoder = program.info, program.decoder
+    info, decoder, grammars = program.info, program.decoder, Grammars(vocabulary)
     if decoder.device.type == "cuda":
         from worker.cuda_memory import build_cuda_executor  # needs Triton, which only a GPU's machine has
 
-        return build_cuda_executor(config, info, decoder)
+        return build_cuda_executor(config, info, decoder, grammars)
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     swap = HostSwap(pool, info.swap_blocks, info.swap_block_cells) if info.swap_blocks else None
-    return TorchExecutor(info, EagerForwards(decoder, pool), swap)
+    return TorchExecutor(info, EagerForwards(decoder, pool), swap, grammars)
 
 
 def load_program(config: EngineConfig) -> Program:

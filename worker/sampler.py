@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,6 +25,8 @@ class Draw:
     """One row's draw. `position` is the position that the drawn token will take and, with the seed, its noise.
 
     `history` int64[position] and `num_prompt` are needed where `sampling.needs_history`; `masked` ids have no chance.
+    `allowed` uint8[>= 1] has a bit for each id that a grammar lets be drawn, lowest bit first; ids beyond its end have
+    no chance. None: no grammar.
     """
 
     sampling: SamplingParams
@@ -31,10 +34,11 @@ class Draw:
     history: TokenArray | None = None
     num_prompt: int = 0
     masked: frozenset[int] = frozenset()
+    allowed: npt.NDArray[np.uint8] | None = None
 
     @property
     def changes_logits(self) -> bool:
-        return bool(self.masked or self.sampling.logit_bias or self.sampling.needs_history)
+        return bool(self.masked or self.sampling.logit_bias or self.sampling.needs_history or self.allowed is not None)
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], race: Race = torch_race) -> Tensor:
@@ -48,6 +52,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], race: Race = torch_race) -> Te
         logits = logits.clone()
         for row in changed:
             adjust(logits[row], draws[row])
+        forbid(logits, draws)
     random = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
     if not random:
         return logits.argmax(dim=-1)
@@ -85,6 +90,26 @@ def adjust(logits: Tensor, draw: Draw) -> None:
         )
     if draw.masked:
         logits[torch.tensor(sorted(draw.masked), device=logits.device)] = -torch.inf
+
+
+def forbid(logits: Tensor, draws: Sequence[Draw]) -> None:
+    """Leave no chance, in float32[N, vocab_size], to what the grammars of these N draws do not allow; in place."""
+    rows, masks = [], []
+    for row, draw in enumerate(draws):
+        if draw.allowed is not None:
+            rows.append(row)
+            masks.append(draw.allowed)
+    if not rows:
+        return
+    device, vocab_size = logits.device, logits.shape[-1]
+    packed = torch.from_numpy(np.stack(masks)).to(device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    allowed = ((packed[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
+    where = torch.tensor(rows, device=device)
+    kept = logits.index_select(0, where)
+    kept[:, : allowed.shape[1]].masked_fill_(~allowed, -torch.inf)
+    kept[:, allowed.shape[1] :] = -torch.inf
+    logits.index_copy_(0, where, kept)
 
 
 def _sample_random(logits: Tensor, draws: Sequence[Draw], race: Race) -> Tensor:

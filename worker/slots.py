@@ -56,7 +56,8 @@ class Slots:
 
 def needs_logits(sampling: SamplingParams) -> bool:
     """Whether log probabilities are wanted, or logits are changed before the draw: the host sees to both."""
-    return sampling.logprobs is not None or bool(sampling.logit_bias) or sampling.needs_history
+    wants_logits = sampling.logprobs is not None or sampling.grammar is not None
+    return wants_logits or bool(sampling.logit_bias) or sampling.needs_history
 
 
 def slots_needed(max_num_seqs: int) -> int:

@@ -6,26 +6,32 @@ an exported program it runs that. It works on any device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from planner.errors import ForwardFailed
-from planner.request import TokenLogprobs
+from planner.errors import ForwardFailed, GrammarFailed, RequestFailed
+from planner.request import Request, TokenLogprobs
 from planner.slices import Slice
 from planner.step import Chunk, ChunkOutput, Step, StepResult
 from worker.batch import Batch, Piece, cut, selector
 from worker.cpu_race import compile_cpu_race
 from worker.executor import ProgramInfo
 from worker.forwards import Forwards, SelectedLogits
+from worker.grammars import BitMask, Grammars, constrained_row
 from worker.logprobs import token_logprobs
 from worker.race import torch_race
 from worker.sampler import Draw, sample
 from worker.swap import SwapSpace, run_swaps
+from worker.vocabulary import no_vocabulary
 
 # Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
 _LOGPROB_ROWS = 64
+
+Masks = Mapping[int, BitMask | GrammarFailed]
+"""By index of the chunk, for those that follow a grammar."""
 
 
 class _ChunkRun:
@@ -35,23 +41,33 @@ class _ChunkRun:
         self.token: int | None = None
         self.logprobs: TokenLogprobs | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.error: ForwardFailed | None = None
+        self.error: RequestFailed | None = None
 
     @property
-    def outcome(self) -> ChunkOutput | ForwardFailed:
+    def outcome(self) -> ChunkOutput | RequestFailed:
         return self.error or ChunkOutput(self.token, self.logprobs, tuple(self.prompt_logprobs))
 
 
 class TorchExecutor:
     """An `Executor`; see `worker.executor`. One step in flight, which `launch` runs to its end."""
 
-    def __init__(self, info: ProgramInfo, forwards: Forwards, swap: SwapSpace | None = None) -> None:
+    def __init__(
+        self,
+        info: ProgramInfo,
+        forwards: Forwards,
+        swap: SwapSpace | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
         """`forwards`: of the program that `info` describes; `swap`: with as many blocks as it says, None for none. On
-        the CPU this compiles a kernel, once a machine."""
+        the CPU this compiles a kernel, once a machine. `grammars` are the executor's own from here on; without them no
+        request can have one."""
         self._info = info
         self._forwards = forwards
         self._swap = swap
         self._race = compile_cpu_race() if info.device == "cpu" else torch_race
+        self._grammars = grammars or Grammars(no_vocabulary)
+        self._side = ThreadPoolExecutor(1, thread_name_prefix="masks")  # computes masks while a forward runs
+        self._masks: Future[Masks] | None = None  # of the running step
         self._result: StepResult | None = None
 
     @property
@@ -67,8 +83,14 @@ class TorchExecutor:
         """Layers, and blocks of logits, that were begun: a wide step of a large model takes minutes on a slow CPU."""
         return self._forwards.num_beats
 
+    def prepare(self, request: Request) -> None:
+        if request.sampling.grammar is not None:
+            self._grammars.prepare(request.sampling.grammar)
+
     def launch(self, step: Step) -> None:
         assert self._result is None, "the step before has not been collected"
+        self._grammars.drop(step.dropped)
+        self._begin_masks(step.chunks)
         runs = [_ChunkRun() for _ in step.chunks]
         with torch.inference_mode():
             run_swaps(self._swap, step)
@@ -83,6 +105,16 @@ class TorchExecutor:
 
     def close(self) -> None:
         self._result = None
+        self._side.shutdown()
+        self._grammars.close()
+
+    def _begin_masks(self, chunks: Sequence[Chunk]) -> None:
+        places = [place for place, chunk in enumerate(chunks) if chunk.samples and chunk.sampling.grammar is not None]
+        if not places:
+            self._masks = None
+            return
+        rows = [constrained_row(chunks[place]) for place in places]
+        self._masks = self._side.submit(lambda: dict(zip(places, self._grammars.masks(rows), strict=True)))
 
     def _run_slice(self, chunks: Sequence[Chunk], piece_of: Slice, runs: list[_ChunkRun]) -> None:
         batch = cut(chunks, piece_of, wanted=lambda index: runs[index].error is None)
@@ -103,16 +135,18 @@ class TorchExecutor:
         rows = selector([row for _, row in sampled], piece_of.method, self._info.min_prefill_tokens)
         logits = selected.rows(rows)[: len(sampled)]
         pieces = [piece for piece, _ in sampled]
-        finite = _finite_rows(logits)
-        if not all(finite):
-            for piece, good in zip(pieces, finite, strict=True):
-                if not good:
-                    runs[piece.index].error = ForwardFailed("the forward gave logits that are not finite")
-            good_rows = [row for row, good in enumerate(finite) if good]
+        masks = self._masks.result() if self._masks is not None else {}
+        errors = [
+            _row_error(finite, masks.get(p.index)) for finite, p in zip(_finite_rows(logits), pieces, strict=True)
+        ]
+        if any(errors):
+            for piece, error in zip(pieces, errors, strict=True):
+                runs[piece.index].error = error
+            good_rows = [row for row, error in enumerate(errors) if error is None]
             logits, pieces = logits[good_rows], [pieces[row] for row in good_rows]
         if not pieces:
             return
-        tokens = sample(logits, [_draw(piece.chunk) for piece in pieces], self._race).tolist()
+        tokens = sample(logits, [_draw(piece.chunk, masks.get(piece.index)) for piece in pieces], self._race).tolist()
         for piece, token in zip(pieces, tokens, strict=True):
             runs[piece.index].token = token
         asked = [row for row, piece in enumerate(pieces) if piece.chunk.sampling.logprobs is not None]
@@ -144,8 +178,18 @@ def _wanted(batch: Batch) -> list[int]:
     return sorted(sampled.union(*(piece.target_rows for piece in batch.pieces)))
 
 
-def _draw(chunk: Chunk) -> Draw:
-    return Draw(chunk.sampling, chunk.start + chunk.length, chunk.history, chunk.num_prompt, chunk.masked)
+def _draw(chunk: Chunk, mask: BitMask | GrammarFailed | None) -> Draw:
+    position = chunk.start + chunk.length
+    if mask is None:
+        return Draw(chunk.sampling, position, chunk.history, chunk.num_prompt, chunk.masked)
+    assert not isinstance(mask, GrammarFailed), "a row that failed is not drawn"
+    return Draw(chunk.sampling, position, chunk.history, chunk.num_prompt, allowed=mask)
+
+
+def _row_error(finite: bool, mask: BitMask | GrammarFailed | None) -> RequestFailed | None:
+    if not finite:
+        return ForwardFailed("the forward gave logits that are not finite")
+    return mask if isinstance(mask, GrammarFailed) else None
 
 
 def _finite_rows(logits: Tensor) -> list[bool]:

@@ -197,6 +197,7 @@ def _sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=dict(sampling.logit_bias),
         logprobs=sampling.logprobs,
+        grammar=sampling.grammar,
     )
 
 
@@ -212,6 +213,7 @@ def _sampling_from_proto(message: pb.Sampling) -> SamplingParams:
         repetition_penalty=message.repetition_penalty,
         logit_bias=tuple(sorted(message.logit_bias.items())),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        grammar=message.grammar if message.HasField("grammar") else None,
     )
 
 

@@ -1,0 +1,162 @@
+"""Masks of grammars: what they let through fits, and the state follows from the tokens alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+import jsonschema
+import numpy as np
+import pytest
+
+from cluster.structured import requested_form
+from planner.errors import GrammarFailed
+from planner.request import SamplingParams
+from planner.step import Chunk
+from protos.openai import CompletionBody
+from tests.grammar_rig import EOS, TEXT, allowed, mask_of, row, schema_grammar, walk
+from tests.random_schemas import random_schema
+from worker.grammars import Grammars, check_grammar, constrained_row
+from worker.vocabulary import Vocabulary, no_vocabulary
+
+COLOUR = schema_grammar(
+    {
+        "type": "object",
+        "properties": {"color": {"enum": ["red", "green", "blue"]}, "ok": {"type": "boolean"}},
+        "required": ["color", "ok"],
+        "additionalProperties": False,
+    }
+)
+
+
+def choice(*texts: str) -> str:
+    form = requested_form(CompletionBody(prompt="x", guided_choice=list(texts)))
+    assert form is not None
+    return form.grammar
+
+
+@pytest.fixture
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(TEXT.vocabulary)
+    yield made
+    made.close()
+
+
+def test_random_answers_fit_the_schema(grammars: Grammars) -> None:
+    answers = {walk(grammars, COLOUR, seed) for seed in range(40)}
+    assert len(answers) == 6
+    assert all(set(json.loads(answer or "")) == {"color", "ok"} for answer in answers)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_answers_to_random_schemas_validate(grammars: Grammars, first: int) -> None:
+    num_ended = 0
+    for seed in range(first, first + 20):
+        schema = random_schema(seed)
+        grammar = schema_grammar(schema)
+        assert check_grammar(grammar) is None, schema
+        answer = walk(grammars, grammar, seed)
+        if answer is not None:
+            num_ended += 1
+            jsonschema.validate(json.loads(answer), schema, format_checker=jsonschema.FormatChecker())
+    assert num_ended >= 15
+
+
+def test_a_state_that_is_replayed_is_the_state_that_went_step_by_step(grammars: Grammars) -> None:
+    draw, tokens = random.Random(3), list[int]()
+    while True:
+        went = mask_of(grammars, row(COLOUR, tokens, sequence_id=1))
+        replayed = mask_of(grammars, row(COLOUR, tokens, sequence_id=100 + len(tokens)))
+        assert (went == replayed).all()
+        token = draw.choice(allowed(went))
+        if token == EOS:
+            break
+        tokens.append(token)
+    assert len(tokens) > 10
+
+
+def test_each_sequence_has_a_state_of_its_own(grammars: Grammars) -> None:
+    grammar = choice("ab", "cd")
+    a, b, c, d = (TEXT.encode(letter)[0] for letter in "abcd")
+    joined = TEXT.encode("ab")[0]
+    masks = grammars.masks([row(grammar, [a], 1), row(grammar, [c], 2), row(grammar, [], 3)])
+    assert [allowed(np.asarray(mask)) for mask in masks] == [[b], [d], sorted([a, c, joined])]
+
+
+def test_a_finished_answer_may_only_end(grammars: Grammars) -> None:
+    tokens = TEXT.encode('{"color": "red", "ok": true}')
+    assert allowed(mask_of(grammars, row(COLOUR, tokens))) == [EOS]
+    assert allowed(mask_of(grammars, row(COLOUR, [*tokens, EOS]))) == [EOS]
+
+
+def test_what_must_not_be_drawn_yet_is_drawn_when_nothing_else_is_left(grammars: Grammars) -> None:
+    grammar = choice("hello", "hell")
+    begun = TEXT.encode("hell")
+    letter_o = TEXT.encode("o")[0]
+    assert allowed(mask_of(grammars, row(grammar, begun))) == sorted([EOS, letter_o])
+    masked = frozenset({EOS})
+    assert allowed(mask_of(grammars, row(grammar, begun, masked=masked))) == [letter_o]
+    assert allowed(mask_of(grammars, row(grammar, [*begun, letter_o], masked=masked))) == [EOS]
+
+
+def test_a_sequence_that_left_its_grammar_fails_alone(grammars: Grammars) -> None:
+    astray = TEXT.encode("{nonsense")
+    failed, fine = grammars.masks([row(COLOUR, astray, 1), row(COLOUR, [], 2)])
+    assert isinstance(failed, GrammarFailed)
+    assert len(allowed(np.asarray(fine))) > 0
+    grammars.drop([1])
+    assert len(allowed(mask_of(grammars, row(COLOUR, [], 1)))) > 0
+
+
+def test_a_grammar_that_does_not_compile_fails_its_row(grammars: Grammars) -> None:
+    failed, fine = grammars.masks([row("start: nothing_of_that_name", [], 1), row(COLOUR, [], 2)])
+    assert isinstance(failed, GrammarFailed)
+    assert "nothing_of_that_name" in failed.message
+    assert isinstance(fine, np.ndarray)
+
+
+def test_without_a_vocabulary_or_an_end_token_a_row_fails() -> None:
+    endless = Vocabulary((b"a", b"b"), frozenset(), frozenset(), lambda _: [])
+    for source, words in ((no_vocabulary, "no vocabulary"), (lambda: endless, "no token that ends")):
+        grammars = Grammars(source)
+        failed = grammars.masks([row(COLOUR)])[0]
+        assert isinstance(failed, GrammarFailed)
+        assert words in failed.message
+        grammars.close()
+
+
+def test_a_token_that_only_the_device_knew_is_put_behind_the_history() -> None:
+    chunk = Chunk(
+        sequence_id=4,
+        start=5,
+        length=1,
+        cells=np.arange(6, dtype=np.int32),
+        tokens=None,
+        samples=True,
+        sampling=SamplingParams(grammar=COLOUR),
+        history=np.array([9, 9, 9, 1, 2], dtype=np.int64),
+        num_prompt=3,
+    )
+    assert constrained_row(chunk, 7).generated.tolist() == [1, 2, 7]
+    known = chunk._replace(tokens=np.array([7]), history=np.array([9, 9, 9, 1, 2, 7], dtype=np.int64))
+    assert constrained_row(known).generated.tolist() == [1, 2, 7]
+
+
+def test_a_metaspace_tokenizer_writes_what_goes_on_without_a_space() -> None:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    from cluster.text import TextModel
+
+    letters = ["<0x02>", "▁", *'{"ab:', "▁a"]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={name: i for i, name in enumerate(letters)}, merges=[("▁", "a")], byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    text = TextModel(tokenizer, eos_ids=frozenset({0}))
+    vocabulary = text.vocabulary()
+    assert b"".join(vocabulary.tokens[i] for i in text.encode("ab", add_special_tokens=False)) == b" ab"
+    assert b"".join(vocabulary.tokens[i] for i in vocabulary.encode("ab")) == b"ab"
