@@ -108,7 +108,7 @@ def test_an_answer_is_the_same_alone_batched_and_preempted(new_rig: NewRig) -> N
     requests = [asking(seed) for seed in range(4)]
     alone = new_rig().answer_alone(requests)
     assert new_rig().answer(requests) == alone
-    tight = new_rig(capacity=170)
+    tight = new_rig(capacity=208)
     assert tight.answer(requests) == alone
     assert tight.planner.metrics.num_preemptions > 0
 
