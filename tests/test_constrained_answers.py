@@ -66,11 +66,8 @@ def new_rig(program: Program) -> Iterator[NewRig]:
     def make(capacity: int = 4096, **options: Any) -> Rig:
         info, decoder = program.info, program.decoder
         pool = KvPool(info.num_layers, capacity, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
-        made.append(
-            TorchExecutor(
-                replace(info, num_cells=capacity), EagerForwards(decoder, pool), grammars=Grammars(TEXT.vocabulary)
-            )
-        )
+        forwards, grammars = EagerForwards(decoder, pool), Grammars(TEXT.vocabulary)
+        made.append(TorchExecutor(replace(info, num_cells=capacity), forwards, grammars=grammars))
         return Rig(made[-1], **options)
 
     yield make
