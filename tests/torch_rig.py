@@ -14,7 +14,7 @@ from planner.request import Request, SamplingParams, Update
 from planner.slices import Method, Slice
 from planner.step import Chunk, ChunkOutput, Step
 from worker.config import EngineConfig
-from worker.forwards import EagerForwards
+from worker.cpu_forwards import forwards_of
 from worker.kv_pool import KvPool
 from worker.program import Program, load_program
 from worker.swap import HostSwap
@@ -45,7 +45,7 @@ def executor_of(
     decoder = program.decoder
     pool = KvPool(info.num_layers, capacity, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     swap = HostSwap(pool, swap_blocks, swap_block_cells) if swap_blocks else None
-    return TorchExecutor(info, EagerForwards(decoder, pool), swap)
+    return TorchExecutor(info, forwards_of(decoder, pool), swap)
 
 
 class Rig:

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from worker.attention import attend_group
+from worker.cpu_decode import FAST_MATH, attend_head
 from worker.cpu_plan import CpuPlan, Integers
 
 Floats = npt.NDArray[np.float32]
 Kernel = Callable[[Floats, Floats, Floats, Integers, Integers, Integers, Integers, Floats], None]
 
 _SIGNATURE = "(f4[:,:,:], f4[:,:,::1], f4[:,:,::1], i8[::1], i8[::1], i8[::1], i8[::1], f4[:,:,::1])"
-# The order of sums is free. NaN and infinity must come through, so that a failed forward is seen.
-_FAST_MATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def has_lone_token_kernel(dtype: torch.dtype) -> bool:
@@ -74,38 +73,13 @@ def lone_token_kernel(head_dim: int, shared: int) -> Kernel:
         num_kv_heads = keys.shape[1]
         for task in numba.prange(len(rows) * num_kv_heads):
             span, kv_head = task // num_kv_heads, task % num_kv_heads
-            first, num_seen = firsts[span], ends[span] - firsts[span]
             row, head = rows[span], kv_head * shared
             scaled = np.empty((shared, head_dim), dtype=np.float32)
             for g in range(shared):
                 for d in range(head_dim):
                     scaled[g, d] = query[row, head + g, d] * scale
-            weights = np.empty((shared, num_seen), dtype=np.float32)
-            for i in range(num_seen):
-                key = keys[cells[first + i], kv_head]
-                for g in range(shared):
-                    score = np.float32(0)
-                    for d in range(head_dim):
-                        score += scaled[g, d] * key[d]
-                    weights[g, i] = score
-            for g in range(shared):
-                shares = weights[g]
-                largest = shares.max()
-                total = np.float32(0)
-                for i in range(num_seen):
-                    shares[i] = np.exp(shares[i] - largest)
-                    total += shares[i]
-                shares *= np.float32(1) / total
-            sums = np.zeros((shared, head_dim), dtype=np.float32)
-            for i in range(num_seen):
-                value = values[cells[first + i], kv_head]
-                for g in range(shared):
-                    weight = weights[g, i]
-                    for d in range(head_dim):
-                        sums[g, d] += weight * value[d]
-            for g in range(shared):
-                for d in range(head_dim):
-                    mixed[row, head + g, d] = sums[g, d]
+            seen = cells[firsts[span] : ends[span]]
+            attend_head(scaled, keys, values, seen, kv_head, mixed[row, head : head + shared])
 
-    compiled: Kernel = numba.njit(_SIGNATURE, parallel=True, nogil=True, cache=True, fastmath=_FAST_MATH)(kernel)
+    compiled: Kernel = numba.njit(_SIGNATURE, parallel=True, nogil=True, cache=True, fastmath=FAST_MATH)(kernel)
     return compiled

@@ -11,8 +11,8 @@ import torch
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, UnsupportedModel
 from planner.limits import SWAP_BLOCK_CELLS
 from worker.config import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, EngineConfig
+from worker.cpu_forwards import forwards_of
 from worker.executor import Executor, ProgramInfo
-from worker.forwards import EagerForwards
 from worker.grammars import Grammars
 from worker.kv_pool import KvPool, bytes_per_cell
 from worker.models.config import ModelConfig, read_config
@@ -55,7 +55,7 @@ def build_executor(config: EngineConfig, vocabulary: VocabularySource = no_vocab
         return build_cuda_executor(config, info, decoder, grammars)
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     swap = HostSwap(pool, info.swap_blocks, info.swap_block_cells) if info.swap_blocks else None
-    return TorchExecutor(info, EagerForwards(decoder, pool), swap, grammars)
+    return TorchExecutor(info, forwards_of(decoder, pool), swap, grammars)
 
 
 def load_program(config: EngineConfig) -> Program:

@@ -1,0 +1,120 @@
+"""Forwards of a decoder on the CPU in float32: those of a few lone tokens by compiled passes, all others in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from planner.request import CellArray
+from planner.slices import Method
+from worker.batch import Batch
+from worker.cpu_attention import use_threads_of_torch
+from worker.cpu_decode import add_norm, compile_rotate_attend
+from worker.cpu_linear import MOST_ROWS, compile_small_linear, run
+from worker.forwards import EagerForwards, Forwards, SelectedLogits
+from worker.kv_pool import KvPool
+from worker.models.decoder import Decoder
+from worker.models.layers import rms_norm
+
+Integers = npt.NDArray[np.int64]
+
+# Rows that together see fewer cells are done before a second thread has woken up.
+_FEW_SEEN = 512
+_NO_NORM = np.empty(0, dtype=np.float32)
+
+
+def forwards_of(decoder: Decoder, pool: KvPool) -> Forwards:
+    """The fastest way that there is to run `decoder` outside of a GPU's own executor."""
+    if decoder.device.type == "cpu" and decoder.dtype == torch.float32:
+        return CpuForwards(decoder, pool)
+    return EagerForwards(decoder, pool)
+
+
+class CpuForwards:
+    """A `Forwards`."""
+
+    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
+        """`decoder` is in float32 on the CPU, `pool` has its geometry. Compiles kernels, once a machine."""
+        config = decoder.config
+        self._decoder = decoder
+        self._pool = pool
+        self._eager = EagerForwards(decoder, pool)
+        self._num_beats = 0
+        self._linear = partial(run, compile_small_linear())
+        shared = config.num_heads // config.num_kv_heads
+        self._rotate_attend = compile_rotate_attend(config.head_dim, shared, parallel=True)
+        self._rotate_attend_few = compile_rotate_attend(config.head_dim, shared, parallel=False)
+        self._cos, self._sin = decoder.cos.numpy(), decoder.sin.numpy()
+
+    @property
+    def num_beats(self) -> int:
+        return self._num_beats + self._eager.num_beats
+
+    def run(self, batch: Batch, method: Method, wanted: Sequence[int]) -> SelectedLogits:
+        num_rows = len(batch.tokens)
+        if not len(batch.pieces) == num_rows <= MOST_ROWS:
+            return self._eager.run(batch, method, wanted)
+        use_threads_of_torch()
+        cells = [piece.chunk.cells[: piece.start + 1] for piece in batch.pieces]
+        hidden = self._decode(torch.from_numpy(batch.tokens), batch.positions, cells)
+        return _Logits(self._logits(hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64))), wanted)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        self._num_beats += 1
+        weights = self._decoder.weights
+        return self._linear(rms_norm(hidden, weights.final_norm, self._decoder.config.norm_eps), weights.head, None)
+
+    def _decode(self, tokens: Tensor, positions: Integers, seen: Sequence[CellArray]) -> Tensor:
+        config, weights = self._decoder.config, self._decoder.weights
+        hidden = functional.embedding(tokens, weights.embedding)
+        num_rows, num_heads = len(tokens), config.num_heads + 2 * config.num_kv_heads
+        normed, delta = torch.empty_like(hidden), torch.zeros_like(hidden)
+        mixed = hidden.new_empty((num_rows, config.num_heads, config.head_dim))
+        cells = np.concatenate(seen).astype(np.int64)
+        lengths = np.array([len(of_row) for of_row in seen])
+        ends = np.cumsum(lengths)
+        rotate_attend = self._rotate_attend_few if len(cells) <= _FEW_SEEN else self._rotate_attend
+        for index, layer in enumerate(weights.layers):
+            self._num_beats += 1
+            window = config.windows[index]
+            firsts = ends - (lengths if window is None else np.minimum(lengths, window))
+            add_norm(hidden.numpy(), delta.numpy(), layer.attention_norm.numpy(), config.norm_eps, normed.numpy())
+            heads = self._linear(normed, layer.qkv, layer.qkv_bias)
+            rotate_attend(
+                heads.view(num_rows, num_heads, config.head_dim).numpy(),
+                *(_NO_NORM if norm is None else norm.numpy() for norm in (layer.query_norm, layer.key_norm)),
+                config.norm_eps,
+                self._cos,
+                self._sin,
+                positions,
+                self._pool.keys[index].numpy(),
+                self._pool.values[index].numpy(),
+                cells,
+                firsts,
+                ends,
+                mixed.numpy(),
+            )
+            delta = self._linear(mixed.view(num_rows, -1), layer.output, layer.output_bias)
+            add_norm(hidden.numpy(), delta.numpy(), layer.mlp_norm.numpy(), config.norm_eps, normed.numpy())
+            gate, up = self._linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            delta = self._linear(functional.silu(gate).mul_(up), layer.down, layer.down_bias)
+        return hidden.add_(delta)
+
+
+class _Logits:
+    """Logits of the rows that were wanted, computed already."""
+
+    def __init__(self, logits: Tensor, wanted: Sequence[int]) -> None:
+        self._logits = logits
+        self._wanted = list(wanted)
+
+    def rows(self, rows: Sequence[int]) -> Tensor:
+        if list(rows) == self._wanted:
+            return self._logits
+        return self._logits.index_select(0, torch.tensor([self._wanted.index(row) for row in rows]))
