@@ -22,6 +22,7 @@ from worker.vocabulary import VocabularySource
 
 BUILD_EXECUTOR = "worker.program:build_executor"
 ExecutorFactory = Callable[[EngineConfig, VocabularySource], Executor]
+"""What `ServiceConfig.executor` names."""
 
 
 class ServiceConfig(BaseModel):

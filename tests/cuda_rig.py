@@ -27,6 +27,7 @@ from worker.executor import Executor, ProgramInfo
 from worker.forwards import EagerForwards
 from worker.graphs import DecodeGraphs, Draw
 from worker.kv_pool import KvPool
+from worker.masks import MaskMaker
 from worker.models.config import ModelConfig
 from worker.models.decoder import Decoder
 from worker.models.rope import Rope
@@ -94,12 +95,15 @@ def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float32, seed: in
     return Model(Decoder(config, weights, CONTEXT), (cos.to(DEVICE), sin.to(DEVICE)), dtype)
 
 
-def torch_executor(model: Model, num_cells: int = 1024, max_prefill_tokens: int = 64) -> TorchExecutor:
+def torch_executor(
+    model: Model, num_cells: int = 1024, max_prefill_tokens: int = 64, grammars: MaskMaker | None = None
+) -> TorchExecutor:
     pool = model.pool(num_cells)
     pool.keys.nan_to_num_(0.0)
     pool.values.nan_to_num_(0.0)
     forwards = EagerForwards(model.decoder, pool, lambda pool, spans, windows, _: TorchAttention(pool, spans, windows))
-    return TorchExecutor(model.info(num_cells, (1, 2, 4, 8, 16), max_prefill_tokens), forwards)
+    info = model.info(num_cells, (1, 2, 4, 8, 16), max_prefill_tokens)
+    return TorchExecutor(info, forwards, grammars=grammars)
 
 
 def cuda_executor(
@@ -110,6 +114,7 @@ def cuda_executor(
     prefill: Callable[[PrefillChain], Any] = lambda chain: chain,
     swap_blocks: int = 0,
     swap_block_cells: int = 4,
+    grammars: MaskMaker | None = None,
 ) -> CudaExecutor:
     """`prefill` may put something around the executor's prefill chain."""
     swaps = {"swap_blocks": swap_blocks, "swap_block_cells": swap_block_cells}
@@ -121,7 +126,7 @@ def cuda_executor(
     capture: Capture = EagerSteps if INTERPRETED else DecodeGraphs
     decode = CudaDecode(config, model.decoder.weights, model.rotary, pool, widths, capture=capture)
     chain = PrefillChain(config, model.decoder.weights, model.rotary, pool)
-    return CudaExecutor(info, model.decoder, prefill(chain), decode, swap_space(info, pool))
+    return CudaExecutor(info, model.decoder, prefill(chain), decode, swap_space(info, pool), grammars)
 
 
 def swap_space(info: ProgramInfo, pool: KvPool) -> SwapSpace | None:

@@ -24,7 +24,7 @@ from planner.step import Chunk, ChunkOutput, Step, StepResult
 from tests.fake_pool import NO_HISTORY, FakePool, WrongStepError, next_hash
 from worker.config import CPU_PREFILL_TOKENS, EngineConfig
 from worker.executor import ProgramInfo
-from worker.vocabulary import VocabularySource, no_vocabulary
+from worker.vocabulary import VocabularySource
 
 Outcomes = list[ChunkOutput | RequestFailed]
 
@@ -297,7 +297,7 @@ class FakeExecutor:
             raise WrongStepError("the history of a chunk is not what its cells hold")
 
 
-def make_fake_executor(config: EngineConfig, _: VocabularySource = no_vocabulary) -> FakeExecutor:
+def make_fake_executor(config: EngineConfig, _: VocabularySource | None = None) -> FakeExecutor:
     """A fake with the sizes of a configuration; the same call as `worker.program.build_executor`."""
     return FakeExecutor(
         fake_info(

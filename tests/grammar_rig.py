@@ -11,7 +11,8 @@ import numpy as np
 
 from cluster.structured import json_form
 from tests.tiny_text import tiny_text
-from worker.grammars import BitMask, ConstrainedRow, Grammars
+from worker.grammars import Grammars
+from worker.masks import BitMask, ConstrainedRow
 
 TEXT = tiny_text()
 EOS = min(TEXT.eos_ids)

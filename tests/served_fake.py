@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.fakes import FakeExecutor, fake_info
 from tests.tiny_text import tiny_text
 from worker.config import CPU_PREFILL_TOKENS, EngineConfig
-from worker.vocabulary import VocabularySource, no_vocabulary
+from worker.vocabulary import VocabularySource
 
 STEP_TIME_S = 0.02
 
 
-def make_executor(config: EngineConfig, _: VocabularySource = no_vocabulary) -> FakeExecutor:
+def make_executor(config: EngineConfig, _: VocabularySource | None = None) -> FakeExecutor:
     """Named by its import path in the settings of a service; made in each worker's process."""
     return FakeExecutor(
         fake_info(

@@ -17,8 +17,9 @@ from planner.step import Chunk
 from protos.openai import CompletionBody
 from tests.grammar_rig import EOS, TEXT, allowed, mask_of, row, schema_grammar, walk
 from tests.random_schemas import random_schema
-from worker.grammars import Grammars, check_grammar, constrained_row
-from worker.vocabulary import Vocabulary, no_vocabulary
+from worker.grammars import Grammars, check_grammar
+from worker.masks import NoMasks, constrained_row
+from worker.vocabulary import Vocabulary
 
 COLOUR = schema_grammar(
     {
@@ -117,13 +118,12 @@ def test_a_grammar_that_does_not_compile_fails_its_row(grammars: Grammars) -> No
 
 
 def test_without_a_vocabulary_or_an_end_token_a_row_fails() -> None:
-    endless = Vocabulary((b"a", b"b"), frozenset(), frozenset(), lambda _: [])
-    for source, words in ((no_vocabulary, "no vocabulary"), (lambda: endless, "no token that ends")):
-        grammars = Grammars(source)
-        failed = grammars.masks([row(COLOUR)])[0]
+    endless = Grammars(lambda: Vocabulary((b"a", b"b"), frozenset(), frozenset(), lambda _: []))
+    for maker, words in ((NoMasks(), "no vocabulary"), (endless, "no token that ends")):
+        failed = maker.masks([row(COLOUR)])[0]
         assert isinstance(failed, GrammarFailed)
         assert words in failed.message
-        grammars.close()
+        maker.close()
 
 
 def test_a_token_that_only_the_device_knew_is_put_behind_the_history() -> None:

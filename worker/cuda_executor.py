@@ -26,16 +26,15 @@ from worker.cuda_outcomes import Drawn, StepRun
 from worker.cuda_prefill import PrefillChain
 from worker.decode_state import Moment, PendingTokens, SlotEntry
 from worker.executor import ProgramInfo
-from worker.grammars import BitMask, Grammars, constrained_row
 from worker.graphs import Draw
 from worker.logprobs import token_logprobs
+from worker.masks import BitMask, MaskMaker, NoMasks, constrained_row
 from worker.models.decoder import Decoder
 from worker.prefill_plan import plan_prefill
 from worker.sampler import Draw as HostDraw
 from worker.sampler import sample
 from worker.slots import Slots, slots_needed
 from worker.swap import SwapSpace, run_swaps
-from worker.vocabulary import no_vocabulary
 
 # Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
 _LOGPROB_ROWS = 64
@@ -57,7 +56,7 @@ class CudaExecutor:
         prefill: PrefillChain,
         decode: CudaDecode,
         swap: SwapSpace | None = None,
-        grammars: Grammars | None = None,
+        grammars: MaskMaker | None = None,
     ) -> None:
         """`swap` has as many blocks as `info` says; None for none. `grammars` are the executor's own from here on;
         without them no request can have one."""
@@ -69,7 +68,7 @@ class CudaExecutor:
         self._device = decoder.device
         self._shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
         self._slots = Slots(slots_needed(info.widths[-1]))
-        self._grammars = grammars or Grammars(no_vocabulary)
+        self._grammars = grammars or NoMasks()
         self._failed: set[int] = set()  # sequences that the planner does not know yet to have failed
         self._in_flight: deque[StepRun] = deque()
 

@@ -27,9 +27,9 @@ from worker.cuda_executor import CudaExecutor
 from worker.cuda_prefill import PrefillChain
 from worker.cuda_swap import PinnedSwap
 from worker.executor import ProgramInfo
-from worker.grammars import Grammars
 from worker.kernels import CellCopier
 from worker.kv_pool import KvPool
+from worker.masks import MaskMaker
 from worker.models.decoder import Decoder
 from worker.models.rope_tables import rope_tables
 
@@ -39,7 +39,7 @@ Make = Callable[[int], CudaExecutor]
 """An executor with a pool of so many cells, that has run once."""
 
 
-def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decoder, grammars: Grammars) -> CudaExecutor:
+def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decoder, grammars: MaskMaker) -> CudaExecutor:
     """Size the pool (unless `config.max_cells` says how large it is), capture all widths, and run everything once.
 
     Raises `InvalidConfiguration` where the memory does not hold one context's cells, or not `max_cells`.
@@ -67,7 +67,7 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
 
 
 def make_cuda_executor(
-    info: ProgramInfo, decoder: Decoder, rotary: tuple[Tensor, Tensor], grammars: Grammars | None = None
+    info: ProgramInfo, decoder: Decoder, rotary: tuple[Tensor, Tensor], grammars: MaskMaker | None = None
 ) -> CudaExecutor:
     """An executor with a pool of `info.num_cells`. `rotary`: cos and sin, float32 [context, head_dim / 2]."""
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)

@@ -14,44 +14,17 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from planner.errors import GrammarFailed, SetupError, UnsupportedModel
-from planner.request import TokenArray
-from planner.step import Chunk
+from worker.masks import BitMask, ConstrainedRow
 from worker.vocabulary import Vocabulary, VocabularySource
-
-BitMask = npt.NDArray[np.uint8]
-"""uint8[words * 4]: bit i, lowest first, says whether token id i may be drawn. Ids beyond its end may not."""
 
 MAX_COMPILED: Final = 128  # grammars that are kept for the next request that has them
 _MAX_THREADS: Final = 8
-
-
-class ConstrainedRow(NamedTuple):
-    """A row whose draw follows a grammar. `generated`: all tokens of the answer before the drawn one. `masked` ids are
-    not drawn either, unless nothing else is left."""
-
-    sequence_id: int
-    grammar: str
-    generated: TokenArray
-    masked: frozenset[int] = frozenset()
-
-
-def constrained_row(chunk: Chunk, last_token: int | None = None) -> ConstrainedRow:
-    """The row of a chunk whose sampling has a grammar. `last_token` is the one that the chunk feeds and that the
-    planner did not know when it made the chunk."""
-    assert chunk.sampling.grammar is not None
-    assert chunk.history is not None
-    generated = chunk.history[chunk.num_prompt :]
-    if chunk.tokens is None:
-        assert last_token is not None, "the token that only the device knew"
-        generated = np.append(generated, last_token)
-    return ConstrainedRow(chunk.sequence_id, chunk.sampling.grammar, generated, chunk.masked)
 
 
 @dataclass(slots=True)
@@ -61,7 +34,7 @@ class _State:
 
 
 class Grammars:
-    """Compiled grammars, and the state of each sequence that follows one.
+    """A `worker.masks.MaskMaker`: compiled grammars, and the state of each sequence that follows one.
 
     Owner: an executor. `prepare` and `drop` never block and are called by its thread; `masks` by one thread at a time.
     """

@@ -13,8 +13,8 @@ from planner.limits import SWAP_BLOCK_CELLS
 from worker.config import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, EngineConfig
 from worker.cpu_forwards import forwards_of
 from worker.executor import Executor, ProgramInfo
-from worker.grammars import Grammars
 from worker.kv_pool import KvPool, bytes_per_cell
+from worker.masks import MaskMaker, NoMasks
 from worker.models.config import ModelConfig, read_config
 from worker.models.decoder import Decoder
 from worker.models.dummy_weights import dummy_weights
@@ -23,7 +23,7 @@ from worker.models.safetensors_source import SafetensorsSource
 from worker.models.weights import DecoderWeights, TensorSource, load_weights
 from worker.swap import HostSwap, blocks_in
 from worker.torch_executor import TorchExecutor
-from worker.vocabulary import VocabularySource, no_vocabulary
+from worker.vocabulary import VocabularySource
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Unless told otherwise a pool holds this many full contexts, if a quarter of the free memory does.
@@ -41,14 +41,14 @@ class Program:
     decoder: Decoder
 
 
-def build_executor(config: EngineConfig, vocabulary: VocabularySource = no_vocabulary) -> Executor:
+def build_executor(config: EngineConfig, vocabulary: VocabularySource | None = None) -> Executor:
     """Load the model and make its pool. Raises a `SetupError` that says what is wrong with model or settings.
 
-    `vocabulary` is what answers are written in that follow a grammar."""
+    `vocabulary` is what answers are written in that follow a grammar; without it there can be none."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     program = load_program(config)
-    info, decoder, grammars = program.info, program.decoder, Grammars(vocabulary)
+    info, decoder, grammars = program.info, program.decoder, _masks(vocabulary)
     if decoder.device.type == "cuda":
         from worker.cuda_memory import build_cuda_executor  # needs Triton, which only a GPU's machine has
 
@@ -56,6 +56,14 @@ def build_executor(config: EngineConfig, vocabulary: VocabularySource = no_vocab
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     swap = HostSwap(pool, info.swap_blocks, info.swap_block_cells) if info.swap_blocks else None
     return TorchExecutor(info, forwards_of(decoder, pool), swap, grammars)
+
+
+def _masks(vocabulary: VocabularySource | None) -> MaskMaker:
+    if vocabulary is None:
+        return NoMasks()
+    from worker.grammars import Grammars  # loads llguidance, which a benchmark's machine may lack
+
+    return Grammars(vocabulary)
 
 
 def load_program(config: EngineConfig) -> Program:

@@ -20,12 +20,11 @@ from worker.batch import Batch, Piece, cut, selector
 from worker.cpu_race import compile_cpu_race
 from worker.executor import ProgramInfo
 from worker.forwards import Forwards, SelectedLogits
-from worker.grammars import BitMask, Grammars, constrained_row
 from worker.logprobs import token_logprobs
+from worker.masks import BitMask, MaskMaker, NoMasks, constrained_row
 from worker.race import torch_race
 from worker.sampler import Draw, sample
 from worker.swap import SwapSpace, run_swaps
-from worker.vocabulary import no_vocabulary
 
 # Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
 _LOGPROB_ROWS = 64
@@ -56,7 +55,7 @@ class TorchExecutor:
         info: ProgramInfo,
         forwards: Forwards,
         swap: SwapSpace | None = None,
-        grammars: Grammars | None = None,
+        grammars: MaskMaker | None = None,
     ) -> None:
         """`forwards`: of the program that `info` describes; `swap`: with as many blocks as it says, None for none. On
         the CPU this compiles a kernel, once a machine. `grammars` are the executor's own from here on; without them no
@@ -65,7 +64,7 @@ class TorchExecutor:
         self._forwards = forwards
         self._swap = swap
         self._race = compile_cpu_race() if info.device == "cpu" else torch_race
-        self._grammars = grammars or Grammars(no_vocabulary)
+        self._grammars = grammars or NoMasks()
         self._side = ThreadPoolExecutor(1, thread_name_prefix="masks")  # computes masks while a forward runs
         self._masks: Future[Masks] | None = None  # of the running step
         self._result: StepResult | None = None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.errors import UnsupportedModel
-
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -22,8 +20,3 @@ class Vocabulary:
 
 VocabularySource = Callable[[], Vocabulary]
 """Reads the vocabulary; may be slow, and is called once, on a thread of its own."""
-
-
-def no_vocabulary() -> Vocabulary:
-    """For executors whose requests never have a grammar."""
-    raise UnsupportedModel("this worker knows no vocabulary, so no answer of it can follow a grammar")
