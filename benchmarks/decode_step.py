@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -45,34 +46,45 @@ SHAPES = {
 
 
 class Bench:
-    """One model's weights, pool and state; times any plan of any width up to `max_width` at one context."""
+    """One model's weights, pool and state; times any plan of any width up to `max_width`, for rows of any lengths that
+    together fit into `num_cells` shuffled cells (with 2 STEPS more a row)."""
 
-    def __init__(self, shape: DecodeShape, max_width: int, context: int) -> None:
+    def __init__(self, shape: DecodeShape, max_width: int, num_cells: int) -> None:
         device = torch.device("cuda")
-        self.shape, self.context, self.device = shape, context, device
+        self.shape, self.device = shape, device
         self.weights = random_weights(shape, device)
         self.rotary = rotary_tables(shape, device)
-        self.start = context - STEPS // 2
-        per_row = context + 2 * STEPS
-        num_cells = max(max_width * per_row, 8192)
+        num_cells = max(num_cells, 8192)
         sizes = (num_cells + 1, shape.num_kv_heads, shape.head_dim)
         self.pool = [
-            (torch.randn(sizes, device=device).to(shape.dtype), torch.randn(sizes, device=device).to(shape.dtype))
+            (torch.empty(sizes, device=device, dtype=shape.dtype).normal_(),
+             torch.empty(sizes, device=device, dtype=shape.dtype).normal_())
             for _ in range(shape.num_layers)
-        ]
+        ]  # fmt: skip
         self.state = DecodeState(
             num_slots=max_width, max_rows=max_width, context=shape.context, scratch_cell=num_cells, device=device
         )
-        shuffled = torch.randperm(num_cells, device=device)[: max_width * per_row].view(max_width, per_row).int()
-        self.state.table[:max_width, :per_row] = shuffled
-        slots = torch.arange(max_width, dtype=torch.int32, device=device)
-        self.rows = [
-            torch.stack([slots, shuffled[:, self.start + step]]) for step in range(STEPS)
-        ]  # step by step: the rows' slots and their new cells
+        self.shuffled = torch.randperm(num_cells, device=device).int()
+        self.starts = torch.zeros(max_width + 1, dtype=torch.int32, device=device)
+        self.rows: list[torch.Tensor] = []  # step by step: the rows' slots and their new cells
+        self.host_cells: list[list[int]] = []
+
+    def place(self, contexts: Sequence[int]) -> None:
+        """Row i lives in slot i; its timed steps are around contexts[i]."""
+        starts = [max(0, context - STEPS // 2) for context in contexts]
+        self.starts[: len(starts)] = torch.tensor(starts, dtype=torch.int32, device=self.device)
+        at, new_cells = 0, []
+        for slot, start in enumerate(starts):
+            own = self.shuffled[at : at + start + 2 * STEPS]
+            self.state.table[slot, : len(own)] = own
+            new_cells.append(own[start : start + STEPS])
+            at += len(own)
+        slots = torch.arange(len(starts), dtype=torch.int32, device=self.device)
+        self.rows = [torch.stack([slots, cells]) for cells in torch.stack(new_cells, dim=1)]
         self.host_cells = [rows[1].tolist() for rows in self.rows]
 
     def rewind(self) -> None:
-        self.state.length[:-1] = self.start
+        self.state.length[:-1] = self.starts[:-1]
         self.state.last_token.random_(0, self.shape.vocab_size)
 
     def graphs(self, width: int, plan: DecodePlan) -> DecodeGraphs:
@@ -82,8 +94,9 @@ class Bench:
         self.state.set_rows([], [])
         return DecodeGraphs(lambda w, _: chain.run(w, plan), [width], [Draw.GREEDY])
 
-    def step_ms(self, graphs: DecodeGraphs, width: int, rounds: int = 4) -> float:
-        """Median time of one step on the device, with the steps queued ahead of it."""
+    def step_ms(self, graphs: DecodeGraphs, rounds: int = 4) -> float:
+        """Median time of one step of the placed rows on the device, with the steps queued ahead of it."""
+        width = self.rows[0].shape[1]
         times: list[float] = []
         for _ in range(rounds):
             self.rewind()
@@ -93,14 +106,15 @@ class Bench:
                 marks[step].record()
                 self.state.row_slots[:width].copy_(self.rows[step][0, :width])
                 self.state.new_cells[:width].copy_(self.rows[step][1, :width])
-                graphs.replay(width, Draw.GREEDY)
+                graphs.replay(graphs.width_for(width), Draw.GREEDY)
             marks[STEPS].record()
             torch.cuda.synchronize()
             times += [before.elapsed_time(after) for before, after in pairwise(marks)]
         return statistics.median(times)
 
-    def loop_ms(self, graphs: DecodeGraphs, width: int, rounds: int = 3) -> float:
+    def loop_ms(self, graphs: DecodeGraphs, rounds: int = 3) -> float:
         """Wall time of one step of a host loop whose tokens come back one step behind."""
+        width = self.rows[0].shape[1]
         slots, times = list(range(width)), []
         for _ in range(rounds):
             self.rewind()
@@ -108,8 +122,8 @@ class Bench:
             began = time.perf_counter()
             pending: PendingTokens | None = None
             for step in range(STEPS):
-                self.state.set_rows(slots, self.host_cells[step][:width])
-                graphs.replay(width, Draw.GREEDY)
+                self.state.set_rows(slots, self.host_cells[step])
+                graphs.replay(graphs.width_for(width), Draw.GREEDY)
                 behind, pending = pending, self.state.fetch_tokens(width)
                 if behind is not None:
                     behind.wait()
@@ -118,11 +132,11 @@ class Bench:
             times.append((time.perf_counter() - began) / STEPS * 1e3)
         return statistics.median(times)
 
-    def floor_ms(self, width: int) -> float:
+    def floor_ms(self, contexts: Sequence[int]) -> float:
         s = self.shape
         per_layer = s.hidden * (s.qkv_columns + s.query_columns + 3 * s.ffn)
         weights = s.num_layers * per_layer + s.vocab_size * s.hidden
-        cells = width * self.context * s.num_layers * 2 * s.num_kv_heads * s.head_dim
+        cells = sum(contexts) * s.num_layers * 2 * s.num_kv_heads * s.head_dim
         return (weights + cells) * 2 / READ_BYTES_PER_S * 1e3
 
 
@@ -149,12 +163,14 @@ def main() -> None:
         shape = SHAPES[name]
         if args.layers is not None:
             shape = replace(shape, windows=shape.windows[: args.layers])
-        bench = Bench(shape, max(args.widths), args.context)
+        bench = Bench(shape, max(args.widths), max(args.widths) * (args.context + 2 * STEPS))
         warm_clocks()
         for width in args.widths:
             plan = plan_decode(shape, width, hopper=torch.cuda.get_device_capability() >= (9, 0))
+            contexts = [args.context] * width
+            bench.place(contexts)
             graphs = bench.graphs(width, plan)
-            step, loop, floor = bench.step_ms(graphs, width), bench.loop_ms(graphs, width), bench.floor_ms(width)
+            step, loop, floor = bench.step_ms(graphs), bench.loop_ms(graphs), bench.floor_ms(contexts)
             chain = plan.chain.value
             print(
                 f"{name:12} {width:5} {chain:>8} {step:8.3f} {loop:8.3f} {floor:7.3f} {floor / step:10.0%}", flush=True

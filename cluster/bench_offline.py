@@ -42,14 +42,24 @@ class ThroughputPoint:
 
 
 class OfflineBench:
-    """Runs loads on one engine and times them. Answers are greedy and always of full length.
+    """Runs loads on one engine and times them. Answers are always of full length, and greedy unless `sampling` says
+    otherwise.
 
     Of `repeats` runs of the same load the fastest one counts, since whatever else disturbs a run only slows it. The
     engine must have no prefix cache, or the second run would find the first one's prompts.
     """
 
-    def __init__(self, engine: OfflineEngine, *, max_in_flight: int, repeats: int, seed: int) -> None:
+    def __init__(
+        self,
+        engine: OfflineEngine,
+        *,
+        max_in_flight: int,
+        repeats: int,
+        seed: int,
+        sampling: SamplingParams = GREEDY,
+    ) -> None:
         self._engine = engine
+        self._sampling = sampling
         self._vocab_size = engine.info.vocab_size
         self._max_in_flight = max_in_flight
         self._repeats = repeats
@@ -77,7 +87,7 @@ class OfflineBench:
     def seconds(self, items: Sequence[Item]) -> float:
         """From the first submit to the last token. Raises the error of a request that was refused or failed."""
         requests = [
-            (key, Request(np.asarray(item.prompt, dtype=np.int64), item.output_len, GREEDY))
+            (key, Request(np.asarray(item.prompt, dtype=np.int64), item.output_len, self._sampling))
             for key, item in enumerate(items)
         ]
         start = time.perf_counter()

@@ -98,7 +98,15 @@ def test_tables_of_a_prefill_start_where_every_kernel_wants_them(lengths: list[i
         spans.append(Span(row, 3, length, np.arange(3 + length, dtype=np.int32) + row))
         row += length
     plan = plan_prefill(spans, 2, CPU)
-    for table in (plan.chunks, plan.cells, plan.positions, plan.new_cells, plan.long_tiles, plan.short_tiles):
+    for table in (
+        plan.chunks,
+        plan.cells,
+        plan.positions,
+        plan.new_cells,
+        plan.wide_tiles,
+        plan.long_tiles,
+        plan.short_tiles,
+    ):
         assert table.storage_offset() % 4 == 0
     assert plan.cells.tolist() == [cell for span in spans for cell in span.cells.tolist()]
     assert plan.positions.tolist() == [3 + i for length in lengths for i in range(length)]
@@ -106,7 +114,7 @@ def test_tables_of_a_prefill_start_where_every_kernel_wants_them(lengths: list[i
 
 def test_ladder_of_widths_has_what_lies_halfway_where_an_idle_row_costs_time() -> None:
     config = EngineConfig(model="m", max_num_seqs=200)
-    assert config.decode_widths == (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 200)
+    assert config.decode_widths == (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 144, 160, 176, 192, 200)
     assert EngineConfig(model="m", max_num_seqs=1).decode_widths == (1,)
 
 

@@ -56,6 +56,8 @@ BIASED = DecodeShape(
 ONE_SPLIT = AttentionTile(splits=1, block=16, warps=1, stages=2)
 LAST_REDUCES = AttentionTile(splits=4, block=16, warps=2, stages=1, share=16)
 KERNEL_REDUCES = AttentionTile(splits=4, block=32, warps=4, stages=1, share=8, reduce=Reduce.KERNEL)
+PIECES = AttentionTile(splits=1, block=16, warps=2, stages=2, share=16, pieces=6)
+FEW_PIECES = AttentionTile(splits=1, block=32, warps=1, stages=1, share=16, pieces=1)
 
 
 def library(attention: AttentionTile) -> DecodePlan:
@@ -83,6 +85,10 @@ CASES = {
     "library, window, odd head": (MISTRAL, library(ONE_SPLIT)),
     "library, window, splits": (MISTRAL, library(LAST_REDUCES)),
     "library, window, kernel reduces": (MISTRAL, library(KERNEL_REDUCES)),
+    "library, pieces": (LLAMA, library(PIECES)),
+    "library, few pieces, bias, odd sizes": (QWEN2, library(FEW_PIECES)),
+    "library, window, pieces": (MISTRAL, library(PIECES)),
+    "split k, pieces, head norms": (QWEN3, split_k(PIECES, swap=False)),
     "gemv": (LLAMA, gemv(KERNEL_REDUCES)),
     "gemv, head norms": (QWEN3, gemv(LAST_REDUCES)),
     "split k": (LLAMA, split_k(LAST_REDUCES, swap=False)),
@@ -128,7 +134,7 @@ def test_sampler_sees_the_logits_and_its_tokens_are_fed_back(plan: DecodePlan) -
     assert [int(rig.state.length[slot]) for slot in rig.slots] == [length + 1 for length in lengths]
 
 
-@pytest.mark.parametrize("plan", [library(LAST_REDUCES), split_k(LAST_REDUCES, swap=False)])
+@pytest.mark.parametrize("plan", [library(LAST_REDUCES), split_k(PIECES, swap=False)])
 def test_padding_rows_touch_only_scratch(plan: DecodePlan) -> None:
     rig = Rig(LLAMA, lengths=[3, 18], width=4, plan=plan, device=DEVICE)
     state = rig.state
@@ -148,6 +154,40 @@ def test_padding_rows_touch_only_scratch(plan: DecodePlan) -> None:
     for before, now in zip(pool_before, after, strict=True):
         assert torch.equal(before[untouched].nan_to_num(7.0), now[untouched].nan_to_num(7.0))
     assert int(rig.buffers.arrived.abs().sum()) == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pieces", "share", "expected"),
+    [
+        ([0, 1, 16, 37], 100, 16, [1, 1, 1, 3]),  # no share is below 16 cells
+        ([60, 10, 10, 10], 4, 16, [2, 1, 1, 1]),  # 90 cells over 4 pieces are 23 each, so 32
+        ([60, 60], 1, 16, [1, 1]),  # every row has a piece
+        ([48, 48], 6, 32, [2, 2]),
+    ],
+)
+def test_pieces_are_even_and_the_largest_come_first(
+    lengths: list[int], pieces: int, share: int, expected: list[int]
+) -> None:
+    """Rows of padding have none, whatever lies in the list from before."""
+    tile = AttentionTile(splits=1, block=16, warps=1, stages=1, share=share, pieces=pieces)
+    rig = Rig(LLAMA, lengths, width=len(lengths) + 1, plan=library(tile), device=DEVICE)
+    rig.buffers.work.fill_(-5)
+    order = rig.place_rows()
+    rig.chain._embed(rig.width, rig.plan, scaled=False)
+    number = int(rig.buffers.num_pieces)
+    listed = rig.buffers.work[:number].tolist()
+    assert number == sum(expected)
+    assert bool((rig.buffers.work[number:] == -5).all())
+    at, smaller = 0, max(lengths)
+    while at < number:
+        row, count = listed[at][0], listed[at][5]
+        index = order[row]
+        state = [rig.slots[index], lengths[index], rig.cells[index][-1], at, count]
+        assert count == expected[index]
+        assert [item[:6] for item in listed[at : at + count]] == [[row, *state]] * count
+        assert [item[6] for item in listed[at : at + count]] == list(range(count))
+        assert -(-lengths[index] // count) <= smaller
+        at, smaller = at + count, -(-lengths[index] // count)
 
 
 def test_row_without_finite_logits_is_marked_and_hurts_no_other() -> None:

@@ -169,6 +169,24 @@ def test_long_sequences_of_a_real_shape_are_attended(window: int | None) -> None
     check(sequences, Shape(32, 8, 128), torch.bfloat16, window)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_chunks_of_wide_tiles_beside_others(dtype: torch.dtype) -> None:
+    """With sixteen rows a token 32 of them make a wide chunk; the last tiles are not full."""
+    sequences = [Sequence(3, 33), Sequence(0, 31), Sequence(70, 41), Sequence(0, 1)]
+    check(sequences, Shape(16, 1, 64), dtype, None)
+    check(sequences, Shape(16, 1, 64), dtype, 20)
+
+
+def test_only_chunks_that_fill_two_wide_tiles_take_them() -> None:
+    sequences = [Sequence(0, 255), Sequence(0, 256), Sequence(0, 1000), Sequence(0, 8), Sequence(0, 9)]
+    spans = make_case(sequences, Shape(2, 1, 16), torch.float32).spans
+    plan = plan_prefill(spans, 2, DEVICE)
+    alone = [[2, row] for row in range(1792, 256, -256)]
+    assert plan.wide_tiles.tolist() == [*alone, [1, 256], [2, 256], [1, 0], [2, 0]]
+    assert plan.long_tiles.tolist() == [[0, row] for row in (384, 256, 128, 0)] + [[4, 0]]
+    assert plan.short_tiles.tolist() == [[3, 0]]
+
+
 @pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("shape", [Shape(4, 2, 64), Shape(7, 1, 80), Shape(32, 8, 128)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

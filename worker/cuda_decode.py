@@ -6,6 +6,7 @@ Not for deciding who decodes: `cuda_executor` says which rows run, and reads wha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from worker.decode_buffers import DecodeBuffers
 from worker.decode_chain import DecodeChain
-from worker.decode_plan import plan_decode
-from worker.decode_shape import decode_shape
+from worker.decode_plan import DecodePlan, plan_decode
+from worker.decode_shape import DecodeShape, decode_shape
 from worker.decode_state import DecodeState
 from worker.gpu_sampler import GpuSampler
 from worker.graphs import DecodeGraphs, Draw
@@ -35,6 +36,7 @@ class Steps(Protocol):
 
 
 Capture = Callable[[Step, Sequence[int], Sequence[Draw]], Steps]
+Plan = Callable[[DecodeShape, int], DecodePlan]
 
 
 class CudaDecode:
@@ -52,13 +54,16 @@ class CudaDecode:
         widths: Sequence[int],
         *,
         capture: Capture = DecodeGraphs,
+        plan: Plan | None = None,
     ) -> None:
         """`rotary`: cos and sin, float32 [context, head_dim / 2]. As many sequences decode as the widest width has
-        rows. `capture` makes the steps ready, while nothing else runs on the device."""
+        rows. `capture` makes the steps ready, while nothing else runs on the device. `plan` says how a width runs, in
+        place of `plan_decode`."""
         device, context, max_rows = pool.keys.device, len(rotary[0]), widths[-1]
         shape = decode_shape(config, context, pool.keys.dtype)
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        self._plans = {width: plan_decode(shape, width, hopper=hopper) for width in widths}
+        plan = plan or partial(plan_decode, hopper=hopper)
+        self._plans = {width: plan(shape, width) for width in widths}
         self.state = DecodeState(
             num_slots=slots_needed(max_rows),
             max_rows=max_rows,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from worker.decode_plan import Chain, DecodePlan
+from worker.decode_plan import ITEM_WORDS, Chain, DecodePlan
 from worker.decode_shape import DecodeShape
 
-ROW_TILE = 64
+ROW_TILE = 128
 # Logits whose arg max one program takes where the library computed them.
 ARG_MAX_BLOCK = 4096
 
@@ -25,7 +25,7 @@ class DecodeBuffers:
 
         self.padded_rows = rows = -(-max_rows // ROW_TILE) * ROW_TILE
         self.max_sums = next_power_of_2(max([1, *(_num_sums(shape, plan) for plan in plans)]))
-        row_splits = max(plan.width * plan.attention.splits for plan in plans)
+        row_splits = max(plan.attention.programs(plan.width) for plan in plans)
         programs = max(plan.width * head_programs(shape, plan) for plan in plans)
         self.residual = zeros(rows, shape.hidden)
         self.normed = zeros(rows, shape.hidden)
@@ -41,6 +41,8 @@ class DecodeBuffers:
         self.part_max = floats(row_splits * shape.num_heads)
         self.part_sum = floats(row_splits * shape.num_heads)
         self.arrived = zeros(max_rows * shape.num_kv_heads, dtype=torch.int32)
+        self.work = zeros(row_splits, ITEM_WORDS, dtype=torch.int32)
+        self.num_pieces = zeros(1, dtype=torch.int32)
         self.best = floats(programs)
         self.best_id = zeros(programs, dtype=torch.int32)
 
@@ -50,7 +52,7 @@ class DecodeBuffers:
         assert width <= len(self.logits)
         assert _num_sums(shape, plan) <= self.max_sums
         assert _partial_columns(shape, plan) * self.padded_rows <= self.partials.numel()
-        assert width * plan.attention.splits * shape.query_columns <= self.part_out.numel()
+        assert plan.attention.programs(width) * shape.query_columns <= self.part_out.numel()
         assert width * head_programs(shape, plan) <= self.best.numel()
 
 

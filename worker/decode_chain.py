@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from worker.decode_attention import LOG2_E, attention_kernel, reduce_kernel
+from worker.decode_attention import LOG2_E, attention_kernel
 from worker.decode_buffers import ARG_MAX_BLOCK, DecodeBuffers, head_programs, next_power_of_2
+from worker.decode_parts import reduce_kernel
 from worker.decode_plan import Chain, DecodePlan, GemvTile, LinearTile, Reduce
 from worker.decode_shape import DecodeShape
 from worker.decode_state import DecodeState
@@ -70,11 +71,13 @@ class DecodeChain:
         self._finish(width, plan, sampler)
 
     def _embed(self, width: int, plan: DecodePlan, *, scaled: bool) -> None:
-        s, w, b, state = self._shape, self._weights, self._buffers, self._state
+        s, w, b, state, tile = self._shape, self._weights, self._buffers, self._state, plan.attention
         embed_kernel[(width,)](
             state.row_slots, state.new_cells, state.last_token, state.length, state.table, state.context,
             w.embedding, w.layers[0].attention_norm, b.residual, b.normed, b.sums, s.norm_eps,
+            width, state.scratch_slot, s.most_attended, b.work, b.num_pieces,
             HIDDEN=s.hidden, BLOCK=next_power_of_2(s.hidden), SCALED=scaled,
+            ROWS=next_power_of_2(width), PIECES=tile.pieces or 0, SHARE=tile.share,
             **_launch(plan, 8 if s.hidden > 1024 else 4),
         )  # fmt: skip
 
@@ -85,18 +88,21 @@ class DecodeChain:
         k_pool, v_pool = self._pool[index]
         window = s.windows[index]
         none = b.sums  # stands in for the pointers that this model's kernel never reads
-        attention_kernel[(s.num_kv_heads, tile.splits, width)](
+        listed = tile.pieces is not None
+        grid = (s.num_kv_heads, tile.programs(width)) if listed else (s.num_kv_heads, tile.splits, width)
+        attention_kernel[grid](
             qkv, b.padded_rows * s.qkv_columns,
             layer.qkv_bias if layer.qkv_bias is not None else none,
             layer.query_norm if layer.query_norm is not None else none,
             layer.key_norm if layer.key_norm is not None else none,
             self._cos, self._sin, state.row_slots, state.length, state.new_cells, state.table, state.context,
-            k_pool, v_pool, b.attended, b.part_out, b.part_max, b.part_sum, b.arrived,
+            k_pool, v_pool, b.attended, b.part_out, b.part_max, b.part_sum, b.arrived, b.work, b.num_pieces,
             s.head_dim**-0.5 * LOG2_E, s.norm_eps, window or 0,
             HEADS=s.num_heads, KV_HEADS=s.num_kv_heads, D=s.head_dim, D_PADDED=max(16, next_power_of_2(s.head_dim)),
             GROUP_PADDED=max(16, next_power_of_2(s.num_heads // s.num_kv_heads)), QKV_SPLITS=splits,
             SPLITS=tile.splits, SHARE=tile.share, BLOCK=tile.block, HAS_BIAS=layer.qkv_bias is not None,
-            QK_NORM=s.qk_norm, WINDOWED=window is not None, LAST_REDUCES=tile.reduce is Reduce.LAST_PROGRAM,
+            QK_NORM=s.qk_norm, WINDOWED=window is not None, LISTED=listed,
+            LAST_REDUCES=tile.reduce is Reduce.LAST_PROGRAM,
             **_launch(plan, tile.warps, tile.stages),
         )  # fmt: skip
         if tile.splits > 1 and tile.reduce is Reduce.KERNEL:

@@ -13,6 +13,10 @@ import torch
 
 from worker.decode_shape import DecodeShape
 
+ITEM_WORDS = 8
+"""Words of a piece of attention's work, int32: its row, the row's slot, position and new cell, the row's first piece
+and number of pieces, and which of them it is; one word is unused. See `decode_work`."""
+
 
 class Chain(Enum):
     """`GEMV`: one row, plain multiply-adds, norms fused into the linears. `SPLIT_K`: tensor cores, linears cut along
@@ -33,7 +37,8 @@ class Reduce(Enum):
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
     """`splits` (a power of two) of the context at most, each of at least `share` cells, `block` cells at a time, with
-    `warps` and pipeline `stages` a program."""
+    `warps` and pipeline `stages` a program. `pieces`: the cells of all rows together are cut into about so many pieces
+    instead, each of at least `share` cells, and one of `splits` stands for nothing; `share` is a multiple of 16."""
 
     splits: int
     block: int
@@ -41,6 +46,14 @@ class AttentionTile:
     stages: int
     share: int = 16
     reduce: Reduce = Reduce.LAST_PROGRAM
+    pieces: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.pieces is None or (self.splits == 1 and self.share % 16 == 0)
+
+    def programs(self, width: int) -> int:
+        """Programs of a KV head in a step of so many rows; each leaves at most one partial result."""
+        return width * self.splits if self.pieces is None else width + self.pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +134,7 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
 
 
 def _attention(width: int, small: bool) -> AttentionTile:
-    """Compromises between contexts of 256 and of 2,048: what is best at one may take twice as long at the other."""
+    """Compromises between contexts of 256 and of 2,000: what is best at one may take twice as long at the other."""
     if width == 1:
         if small:
             return AttentionTile(splits=32, block=64, warps=8, stages=1, share=32)
@@ -130,11 +143,19 @@ def _attention(width: int, small: bool) -> AttentionTile:
         return AttentionTile(splits=8, block=64, warps=4, stages=1, share=64)
     if width <= 8:
         return AttentionTile(splits=4, block=64, warps=4, stages=1, share=64)
-    if width <= 32:
+    if width <= 16:
         return AttentionTile(splits=1, block=64, warps=2, stages=5)
+    if width <= 32:
+        return _listed(stages=5, share=384, pieces=64 if small else 128)
     if width <= 64:
-        return AttentionTile(1, 32, 1, 3) if small else AttentionTile(1, 64, 2, 3)
-    return AttentionTile(1, 32, 1, 3) if small else AttentionTile(1, 16, 1, 4)
+        return _listed(stages=3 if small and width > 48 else 5, share=384, pieces=128)
+    if small:
+        return _listed(stages=3, share=512, pieces=256)
+    return _listed(stages=3 if width <= 128 else 5, share=256, pieces=256)
+
+
+def _listed(stages: int, share: int, pieces: int) -> AttentionTile:
+    return AttentionTile(splits=1, block=32, warps=1, stages=stages, share=share, pieces=pieces)
 
 
 def _gemv(shape: DecodeShape, small: bool) -> GemvTiles | None:
@@ -158,6 +179,11 @@ def _gemv(shape: DecodeShape, small: bool) -> GemvTiles | None:
     return GemvTiles(qkv, o, gate_up, down, head)
 
 
+def _tall(tile: LinearTile | None) -> LinearTile | None:
+    """128 rows a program, so that a weight is loaded half as often."""
+    return None if tile is None else replace(tile, rows=128, warps=8)
+
+
 def _linear(shape: DecodeShape, width: int, small: bool) -> LinearTiles | None:
     rows = 16 if width <= 16 else 32 if width <= 32 else 64
     swap = rows < 64
@@ -178,6 +204,8 @@ def _linear(shape: DecodeShape, width: int, small: bool) -> LinearTiles | None:
         return replace(whole, splits=splits)
 
     qkv = cut(shape.qkv_columns, shape.hidden)
+    if width > 128:
+        qkv = _tall(qkv)
     o = cut(shape.hidden, shape.query_columns)
     down = cut(shape.hidden, shape.ffn)
     if swap and small:
@@ -187,9 +215,11 @@ def _linear(shape: DecodeShape, width: int, small: bool) -> LinearTiles | None:
         gate_up = tile(shape.ffn, shape.hidden, columns, 128, 3 if columns == 128 else 4)
     elif small:
         gate_up = tile(shape.ffn, shape.hidden, 32, 128, 6) if width <= 64 else tile(shape.ffn, shape.hidden, 64, 64, 4)
+        gate_up = _tall(gate_up) if width > 128 else gate_up
     else:
         gate_up = tile(shape.ffn, shape.hidden, 64, 128, 4)
     head = tile(0, shape.hidden, 128, 128, 3) if swap else tile(0, shape.hidden, 128, 64, 3, warps=4 if small else 8)
+    head = _tall(head) if width > 64 else head
     if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
     return LinearTiles(replace(qkv, early=rows == 16), o, gate_up, down, head)

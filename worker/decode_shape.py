@@ -38,6 +38,11 @@ class DecodeShape:
         return len(self.windows)
 
     @property
+    def most_attended(self) -> int:
+        """Positions that a token attends to at most, in the layer that looks back farthest."""
+        return max(self.context if window is None else window for window in self.windows)
+
+    @property
     def query_columns(self) -> int:
         return self.num_heads * self.head_dim
 

@@ -13,16 +13,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from worker.decode_work import list_pieces
 
-@triton.jit(do_not_specialize=["table_stride"])
+
+@triton.jit(do_not_specialize=["table_stride", "num_rows", "scratch_slot", "longest"])
 def embed_kernel(
     row_slots, new_cells, last_token, length, table, table_stride,
-    embedding, norm_weight, residual, normed, sums, eps,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    embedding, norm_weight, residual, normed, sums, eps, num_rows, scratch_slot, longest, work, num_pieces,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    ROWS: tl.constexpr, PIECES: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Starts a step: row r takes its slot's last token, enters its new cell into the slot's cell table, and writes the
     token's embedding as residual. `normed` gets the first layer's input: normalised, or (SCALED, one row) only
-    multiplied by the norm's weight, with the sum of squares in `sums`, as `gpu_gemv` wants it."""
+    multiplied by the norm's weight, with the sum of squares in `sums`, as `gpu_gemv` wants it. If PIECES, attention's
+    work is listed too."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
@@ -31,7 +35,11 @@ def embed_kernel(
     slot = tl.load(row_slots + row).to(tl.int64)
     token = tl.load(last_token + slot).to(tl.int64)
     position = tl.load(length + slot)
-    tl.store(table + slot * table_stride + position, tl.load(new_cells + row))
+    new_cell = tl.load(new_cells + row)
+    tl.store(table + slot * table_stride + position, new_cell)
+    if PIECES > 0:
+        list_pieces(row, row_slots, length, new_cell, num_rows, scratch_slot, longest, work, num_pieces,
+                    ROWS, PIECES, SHARE)  # fmt: skip
     value = tl.load(embedding + token * HIDDEN + columns, mask=inside, other=0.0)
     tl.store(residual + row * HIDDEN + columns, value, mask=inside)
     value = value.to(tl.float32)

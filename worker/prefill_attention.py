@@ -20,10 +20,11 @@ from torch import Tensor
 
 from worker.attention import Span
 from worker.kv_pool import KvPool
-from worker.prefill_plan import LONG_ROWS, SHORT_ROWS, PrefillPlan, plan_prefill
+from worker.prefill_plan import LONG_ROWS, SHORT_ROWS, WIDE_ROWS, PrefillPlan, plan_prefill
 from worker.write_cells import write_cells
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+_WARPS = {WIDE_ROWS: 16, LONG_ROWS: 8, SHORT_ROWS: 4}
 
 
 def attend(
@@ -44,11 +45,17 @@ def attend(
     assert keys.is_contiguous()
     assert values.is_contiguous()
     exact = query.dtype == torch.float32
-    for tiles, block_rows in ((plan.long_tiles, LONG_ROWS), (plan.short_tiles, SHORT_ROWS)):
+    # A wide tile's query and its cells in flight must fit into shared memory.
+    wide = WIDE_ROWS if not exact and head_dim <= 128 else LONG_ROWS
+    for tiles, tile_rows, block_rows in (
+        (plan.wide_tiles, WIDE_ROWS, wide),
+        (plan.long_tiles, LONG_ROWS, LONG_ROWS),
+        (plan.short_tiles, SHORT_ROWS, SHORT_ROWS),
+    ):
         if len(tiles) == 0:
             continue
-        long = block_rows == LONG_ROWS
-        _attend[(num_kv_heads, len(tiles))](
+        parts = tile_rows // block_rows
+        _attend[(num_kv_heads, len(tiles) * parts)](
             query,
             keys,
             values,
@@ -64,10 +71,11 @@ def attend(
             HEAD_DIM=head_dim,
             BLOCK_DIM=triton.next_power_of_2(head_dim),
             BLOCK_ROWS=block_rows,
+            PARTS=parts,
             BLOCK_CELLS=32 if exact else 64,
             HAS_WINDOW=window is not None,
             PRECISION="ieee" if exact else "tf32",
-            num_warps=8 if long else 4,
+            num_warps=_WARPS[block_rows],
             num_stages=2 if exact else 5,
         )
 
@@ -93,18 +101,22 @@ class CellAttention:
 def _attend(
     query, keys, values, out, tiles, chunks, cells, query_stride, window, scale,
     NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_CELLS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_CELLS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows and one key/value head. Row r of a chunk is token r // SHARED, head r % SHARED of the group."""
+    """One of PARTS parts of a tile of rows, and one key/value head. Row r of a chunk is token r // SHARED, head
+    r % SHARED of the group."""
     kv_head = tl.program_id(0)
-    tile = tiles + 2 * tl.program_id(1)
-    chunk, first_row = chunks + 4 * tl.load(tile), tl.load(tile + 1)
+    tile = tiles + 2 * (tl.program_id(1) // PARTS)
+    chunk, first_row = chunks + 4 * tl.load(tile), tl.load(tile + 1) + tl.program_id(1) % PARTS * BLOCK_ROWS
     first_token, length, start, first_cell = (
         tl.load(chunk),
         tl.load(chunk + 1),
         tl.load(chunk + 2),
         tl.load(chunk + 3),
     )
+    if first_row >= length * SHARED:
+        return
     row = first_row + tl.arange(0, BLOCK_ROWS)
     token = row // SHARED
     position = start + token

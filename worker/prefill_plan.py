@@ -17,7 +17,8 @@ from worker.attention import Span
 from worker.packed_plan import PackedPlan
 
 # Rows (a token's query heads of one group count as rows) of a tile. Short chunks take tiles of the least that a
-# matrix instruction takes.
+# matrix instruction takes; wide tiles read K and V half as often as long ones, where a chunk fills several.
+WIDE_ROWS = 256
 LONG_ROWS = 128
 SHORT_ROWS = 16
 # Every table starts at a multiple of 16 bytes: a kernel is compiled anew for pointers that do and that do not.
@@ -35,8 +36,8 @@ class PrefillPlan:
     * `chunks` [C, 4]: first packed row, length, start position, first entry in `cells`.
     * `cells`: the chunks' cell lists end to end, from position 0 on.
     * `positions` [T] and `new_cells` [T]: of each packed token.
-    * `long_tiles`, `short_tiles` [n, 2]: chunk, first row in it. Tiles that attend most come first, so that the last
-      programs to start are short ones.
+    * `wide_tiles`, `long_tiles`, `short_tiles` [n, 2]: chunk, first row in it. Those that attend most come
+      first, so that the last programs to start are short ones.
     """
 
     num_tokens: int
@@ -45,6 +46,7 @@ class PrefillPlan:
     cells: Tensor
     positions: Tensor
     new_cells: Tensor
+    wide_tiles: Tensor
     long_tiles: Tensor
     short_tiles: Tensor
 
@@ -60,13 +62,15 @@ def pack_prefill(spans: Sequence[Span], shared_heads: int, device: torch.device)
     starts = np.array([span.start for span in spans])
     offsets = np.concatenate(([0], np.cumsum(starts + lengths)[:-1]))
     chunks = np.stack(([span.row for span in spans], lengths, starts, offsets), axis=1).astype(np.int32)
-    is_short = lengths * shared_heads <= SHORT_ROWS
+    rows = lengths * shared_heads
+    is_short, is_wide = rows <= SHORT_ROWS, rows >= 2 * WIDE_ROWS
     parts = (
         chunks,
         np.concatenate([span.cells for span in spans]).astype(np.int32),
         np.concatenate([np.arange(s.start, s.start + s.length) for s in spans]).astype(np.int32),
         np.concatenate([span.cells[span.start :] for span in spans]).astype(np.int32),
-        _tiles(chunks, ~is_short, shared_heads, LONG_ROWS),
+        _tiles(chunks, is_wide, shared_heads, WIDE_ROWS),
+        _tiles(chunks, ~(is_short | is_wide), shared_heads, LONG_ROWS),
         _tiles(chunks, is_short, shared_heads, SHORT_ROWS),
     )
     sizes = [part.size for part in parts]
@@ -81,7 +85,7 @@ def unpack_prefill(packed: PackedPlan, shared_heads: int) -> PrefillPlan:
     """The plan, as views of the table. Does not wait for the device."""
     sizes: list[int] = packed.layout.tolist()
     views = [view[:size] for view, size in zip(torch.split(packed.table, _aligned(sizes)), sizes, strict=True)]
-    chunks, cells, positions, new_cells, long_tiles, short_tiles = views
+    chunks, cells, positions, new_cells, wide_tiles, long_tiles, short_tiles = views
     return PrefillPlan(
         num_tokens=len(positions),
         shared_heads=shared_heads,
@@ -89,6 +93,7 @@ def unpack_prefill(packed: PackedPlan, shared_heads: int) -> PrefillPlan:
         cells=cells,
         positions=positions,
         new_cells=new_cells,
+        wide_tiles=wide_tiles.view(-1, _TILE_ENTRIES),
         long_tiles=long_tiles.view(-1, _TILE_ENTRIES),
         short_tiles=short_tiles.view(-1, _TILE_ENTRIES),
     )

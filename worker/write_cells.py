@@ -80,7 +80,7 @@ def rotate_and_write(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_HEADS=16,
         HAS_NORM=query_norm is not None,
         num_warps=4,
@@ -104,48 +104,54 @@ def _write(
 @triton.jit
 def _rotate_and_write(
     qkv, positions, new_cells, cos, sin, keys, values, query, query_norm, key_norm, qkv_stride, eps,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """One token, sixteen of its heads: queries first, then keys, then values, as they lie in `qkv`."""
+    """One token, BLOCK_HEADS of its heads: queries first, then keys, then values, as they lie in `qkv`. The two halves
+    of a head are two tiles, since each turns with the other."""
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    dim = tl.arange(0, BLOCK_DIM)
-    other_dim = (dim + HALF) % HEAD_DIM
-    is_there = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
-    row = qkv + token * qkv_stride + (head * HEAD_DIM)[:, None]
-    x = tl.load(row + dim[None, :], mask=is_there, other=0.0).to(tl.float32)
-    other = tl.load(row + other_dim[None, :], mask=is_there, other=0.0).to(tl.float32)
-    is_value = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
-    if HAS_NORM:
-        norm = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+    first = tl.program_id(1) * BLOCK_HEADS
+    head = first + tl.arange(0, BLOCK_HEADS)
+    dim = tl.arange(0, BLOCK_HALF)[None, :]
+    is_there = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (dim < HALF)
+    row = qkv + token * qkv_stride + (head * HEAD_DIM)[:, None] + dim
+    low = tl.load(row, mask=is_there, other=0.0)
+    high = tl.load(row + HALF, mask=is_there, other=0.0)
+    cell = tl.load(new_cells + token).to(tl.int64) * NUM_KV_HEADS * HEAD_DIM
+    if first + BLOCK_HEADS > NUM_HEADS + NUM_KV_HEADS:
+        value_head = head - (NUM_HEADS + NUM_KV_HEADS)
+        into = values + cell + (value_head * HEAD_DIM)[:, None] + dim
+        is_value = is_there & (value_head >= 0)[:, None]
+        tl.store(into, low, mask=is_value)
+        tl.store(into + HALF, high, mask=is_value)
+    if first < NUM_HEADS + NUM_KV_HEADS:
         is_query = (head < NUM_HEADS)[:, None]
-        x_weight = _head_norm(query_norm, key_norm, dim, is_query, HEAD_DIM)
-        other_weight = _head_norm(query_norm, key_norm, other_dim, is_query, HEAD_DIM)
-        x = tl.where(is_value, x, x * norm * x_weight)
-        other = other * norm * other_weight
-    angle = tl.load(positions + token).to(tl.int64) * HALF + dim % HALF
-    c = tl.load(cos + angle).to(tl.float32)[None, :]
-    s = tl.load(sin + angle).to(tl.float32)[None, :]
-    rotated = x * c + other * tl.where(dim < HALF, -s, s)
-    result = tl.where(is_value, x, rotated).to(query.dtype.element_ty)
-    cell = tl.load(new_cells + token).to(tl.int64)
-    tl.store(
-        query + token * NUM_HEADS * HEAD_DIM + (head * HEAD_DIM)[:, None] + dim[None, :],
-        result,
-        mask=is_there & (head < NUM_HEADS)[:, None],
-    )
-    kv_head = head - NUM_HEADS
-    into = cell * NUM_KV_HEADS * HEAD_DIM + dim[None, :]
-    is_key = (kv_head >= 0)[:, None] & (kv_head < NUM_KV_HEADS)[:, None]
-    tl.store(keys + into + (kv_head * HEAD_DIM)[:, None], result, mask=is_there & is_key)
-    tl.store(values + into + ((kv_head - NUM_KV_HEADS) * HEAD_DIM)[:, None], result, mask=is_there & is_value)
+        x, y = low.to(tl.float32), high.to(tl.float32)
+        if HAS_NORM:
+            norm = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / HEAD_DIM + eps)[:, None]
+            x *= norm * _head_norm(query_norm, key_norm, dim, dim < HALF, is_query)
+            y *= norm * _head_norm(query_norm + HALF, key_norm + HALF, dim, dim < HALF, is_query)
+        angle = tl.load(positions + token).to(tl.int64) * HALF + dim
+        c = tl.load(cos + angle, mask=dim < HALF, other=0.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=dim < HALF, other=0.0).to(tl.float32)
+        low = (x * c - y * s).to(query.dtype.element_ty)
+        high = (y * c + x * s).to(query.dtype.element_ty)
+        if first < NUM_HEADS:
+            into = query + token * NUM_HEADS * HEAD_DIM + (head * HEAD_DIM)[:, None] + dim
+            tl.store(into, low, mask=is_there & is_query)
+            tl.store(into + HALF, high, mask=is_there & is_query)
+        if first + BLOCK_HEADS > NUM_HEADS:
+            key_head = head - NUM_HEADS
+            into = keys + cell + (key_head * HEAD_DIM)[:, None] + dim
+            is_key = is_there & ((key_head >= 0) & (key_head < NUM_KV_HEADS))[:, None]
+            tl.store(into, low, mask=is_key)
+            tl.store(into + HALF, high, mask=is_key)
 
 
 @triton.jit
-def _head_norm(query_norm, key_norm, dim, is_query, HEAD_DIM: tl.constexpr):
+def _head_norm(query_norm, key_norm, dim, inside, is_query):
     """Norm weights [heads, dims] of a token's heads."""
-    q = tl.load(query_norm + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-    k = tl.load(key_norm + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+    q = tl.load(query_norm + dim, mask=inside, other=0.0).to(tl.float32)
+    k = tl.load(key_norm + dim, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_query, q, k)
