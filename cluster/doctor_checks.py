@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cluster.node_facts import NodeFacts
+from cluster.planned_nodes import PlannedNodes
 
 OLDEST_PYTHON: Final = (3, 11)
 
@@ -30,14 +31,14 @@ class Finding:
 
 
 def findings(
-    nodes: Mapping[str, NodeFacts | None], *, num_nodes: int | None, num_gpus: int | None, model: str | None
+    nodes: Mapping[str, NodeFacts | None], planned: PlannedNodes, *, num_gpus: int | None, model: str | None
 ) -> list[Finding]:
     """Findings on `nodes` (by address; None: it did not answer), in a fixed order.
 
-    `num_nodes` and `num_gpus` are how many there should be at least; None: any number will do.
+    `planned` and `num_gpus` are what there should be at least; None: any number will do.
     """
     known = {address: facts for address, facts in nodes.items() if facts is not None}
-    found = [_count(nodes, known, num_nodes)]
+    found = [_count(nodes, known, planned)]
     if not known:
         return found
     found += [_same(known, name) for name in next(iter(known.values())).versions]
@@ -47,15 +48,17 @@ def findings(
     return found
 
 
-def _count(nodes: Mapping[str, object], known: Mapping[str, object], wanted: int | None) -> Finding:
+def _count(nodes: Mapping[str, object], known: Mapping[str, object], planned: PlannedNodes) -> Finding:
     silent = sorted(nodes.keys() - known.keys())
     if silent:
         return Finding(
             "nodes", f"no answer from {_names(silent)}", "install Raycomb there, or restart Ray on that host"
         )
-    if wanted is not None and len(known) < wanted:
+    if len(known) < planned.num_nodes:
+        missing = sorted(planned.addresses - known.keys())
+        told = f"{len(known)} of {planned.num_nodes}: {_names(sorted(known))}"
         advice = "see the autoscaler's log (`ray monitor`), or run the worker's start command on the missing hosts"
-        return Finding("nodes", f"{len(known)} of {wanted}: {_names(sorted(known))}", advice)
+        return Finding("nodes", f"{told}; missing {_names(missing)}" if missing else told, advice)
     return Finding("nodes", f"{len(known)}: {_names(sorted(known))}")
 
 

@@ -1,6 +1,7 @@
 """`raycomb doctor`: is everything there that a service needs? One line a check; exit code 1 if one failed.
 
-With RAY_ADDRESS set it asks every node of that cluster, else this machine alone. It changes nothing.
+With RAY_ADDRESS set it asks every node of that cluster, else this machine alone. It changes nothing, and can wait for
+nodes that are still to join: `ray up` itself is content when the head runs.
 """
 
 from __future__ import annotations
@@ -8,18 +9,23 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import time
 from collections.abc import Collection
+from pathlib import Path
+from typing import Any
 
 from cluster.ask import is_ready
 from cluster.doctor_checks import Finding, findings
 from cluster.front import DEFAULT_GRPC_PORT
 from cluster.grpc_probe import is_serving
 from cluster.node_facts import NodeFacts, node_facts
+from cluster.planned_nodes import PlannedNodes, planned_nodes
 from cluster.serve_command import port_number
 from planner.errors import SetupError
 
 THIS_MACHINE = "this machine"
 ANSWER_S = 60.0
+POLL_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grpc-port", type=port_number, default=DEFAULT_GRPC_PORT, help=f"for gRPC (default: {DEFAULT_GRPC_PORT})"
     )
-    parser.add_argument("--nodes", type=int, metavar="N", help="how many nodes the cluster must have")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--nodes", type=int, metavar="N", help="how many nodes the cluster must have")
+    size.add_argument("--cluster", type=Path, metavar="FILE", help="the file of `ray up` that says how many")
+    parser.add_argument(
+        "--wait", type=float, default=0.0, metavar="S", help="how long nodes may take to join, in seconds (default: 0)"
+    )
     parser.add_argument("--gpus", type=int, metavar="N", help="how many GPUs there must be")
     parser.add_argument("--url", help="a service that must be ready now, such as http://127.0.0.1:8000")
     parser.add_argument("--grpc-target", metavar="HOST:PORT", help="the same, for gRPC")
@@ -37,11 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Raises `SetupError` when the cluster cannot be reached."""
     ports = (args.port, args.grpc_port)
+    planned = PlannedNodes(args.nodes or 1) if args.cluster is None else planned_nodes(args.cluster)
     if os.environ.get("RAY_ADDRESS"):
-        nodes = _facts_of_cluster(args.model, ports)
+        nodes = _facts_of_cluster(args.model, ports, planned.num_nodes, args.wait)
     else:
         nodes = {THIS_MACHINE: node_facts(args.model, ports)}
-    found = findings(nodes, num_nodes=args.nodes, num_gpus=args.gpus, model=args.model)
+    found = findings(nodes, planned, num_gpus=args.gpus, model=args.model)
     if args.url is not None:
         found.append(_service("http", args.url, ready=is_ready(args.url)))
     if args.grpc_target is not None:
@@ -57,8 +69,11 @@ def _service(subject: str, where: str, *, ready: bool) -> Finding:
     return Finding(subject, f"{where} does not serve", "see `serve status`, and the logs of its gateways and workers")
 
 
-def _facts_of_cluster(model: str | None, ports: Collection[int]) -> dict[str, NodeFacts | None]:
-    """One small task on each live node; None for a node whose task failed or did not end in time."""
+def _facts_of_cluster(
+    model: str | None, ports: Collection[int], num_nodes: int, wait_s: float
+) -> dict[str, NodeFacts | None]:
+    """One small task on each live node, once there are `num_nodes` or `wait_s` is over; None for a node whose task
+    failed or did not end in time."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -70,12 +85,9 @@ def _facts_of_cluster(model: str | None, ports: Collection[int]) -> dict[str, No
     try:
         task = ray.remote(node_facts)
         asked = {}
-        for node in ray.nodes():  # type: ignore[no-untyped-call]
-            if node["Alive"]:
-                here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                asked[task.options(num_cpus=0, max_retries=0, scheduling_strategy=here).remote(model, ports)] = node[
-                    "NodeManagerAddress"
-                ]
+        for node_id, address in _live_nodes(num_nodes, wait_s).items():
+            here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            asked[task.options(num_cpus=0, max_retries=0, scheduling_strategy=here).remote(model, ports)] = address
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
         facts: dict[str, NodeFacts | None] = dict.fromkeys(asked.values())
         for answer in done:
@@ -86,3 +98,19 @@ def _facts_of_cluster(model: str | None, ports: Collection[int]) -> dict[str, No
         return facts
     finally:
         ray.shutdown()
+
+
+def _live_nodes(num_nodes: int, wait_s: float) -> dict[str, str]:
+    """Addresses of live nodes by id: all that there are, as soon as they are `num_nodes`, or after `wait_s`."""
+    import ray
+
+    deadline, told = time.monotonic() + wait_s, 0
+    while True:
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        live = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+        if len(live) >= num_nodes or time.monotonic() >= deadline:
+            return live
+        if len(live) != told:
+            told = len(live)
+            print(f"...  nodes: {told} of {num_nodes} so far; waiting up to {wait_s:.0f} s", flush=True)
+        time.sleep(POLL_S)

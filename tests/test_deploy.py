@@ -86,7 +86,7 @@ def test_ray_up_takes_a_cluster(name: str) -> None:
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_every_node_chooses_the_front_and_the_head_finds_dead_nodes_soon(name: str) -> None:
     content = read(name)
-    (_, head), (_, worker) = content["head_start_ray_commands"], content["worker_start_ray_commands"]
+    (_, head, check), (_, worker) = content["head_start_ray_commands"], content["worker_start_ray_commands"]
     for command in (head, worker):
         assert 'eval "$(python -m cluster.node_front)" && ' in command
         assert "RAY_AUTH_MODE=disabled" in command
@@ -95,6 +95,7 @@ def test_every_node_chooses_the_front_and_the_head_finds_dead_nodes_soon(name: s
     assert "RAY_enable_autoscaler_v2=0" in head
     assert "ray start --head --port=6379 " in head
     assert "ray start --address=$RAY_HEAD_IP:6379 " in worker
+    assert "raycomb doctor --cluster ~/ray_bootstrap_config.yaml --wait " in check
 
 
 def test_all_clusters_are_set_up_alike() -> None:

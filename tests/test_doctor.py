@@ -14,18 +14,24 @@ from cluster.doctor_checks import Finding, findings
 from cluster.front import free_ports
 from cluster.node_facts import Gpu, NodeFacts, node_facts
 from cluster.node_front import node_environment
-from tests.service_process import tiny_checkpoint
+from cluster.planned_nodes import PlannedNodes, planned_nodes
+from planner.errors import InvalidConfiguration
+from tests.service_process import ROOT, tiny_checkpoint
 
 VERSIONS = {"python": "3.11.7", "raycomb": "0.1.0", "ray": "2.60.0", "torch": "2.13.0"}
 GPU = Gpu("H200", "580.1")
 NODE = NodeFacts("a", dict(VERSIONS), has_haproxy=True, gpus=(GPU,), busy_ports=frozenset(), model_fault=None)
+ANY_NODES = PlannedNodes(1)
 
 
 def check(
-    *facts: NodeFacts | None, num_nodes: int | None = None, num_gpus: int | None = None, model: str | None = "m"
+    *facts: NodeFacts | None,
+    planned: PlannedNodes = ANY_NODES,
+    num_gpus: int | None = None,
+    model: str | None = "m",
 ) -> list[Finding]:
     nodes = {f"10.0.0.{i}": one for i, one in enumerate(facts, 1)}
-    return findings(nodes, num_nodes=num_nodes, num_gpus=num_gpus, model=model)
+    return findings(nodes, planned, num_gpus=num_gpus, model=model)
 
 
 def failed(found: list[Finding]) -> dict[str, str]:
@@ -33,7 +39,7 @@ def failed(found: list[Finding]) -> dict[str, str]:
 
 
 def test_a_sound_cluster_has_no_failure_and_one_line_a_check() -> None:
-    found = check(NODE, NODE, num_nodes=2, num_gpus=2)
+    found = check(NODE, NODE, planned=PlannedNodes(2), num_gpus=2)
     assert failed(found) == {}
     assert all(str(finding).startswith("ok   ") and "\n" not in str(finding) for finding in found)
     subjects = [finding.subject for finding in found]
@@ -41,9 +47,51 @@ def test_a_sound_cluster_has_no_failure_and_one_line_a_check() -> None:
 
 
 def test_workers_that_never_joined_are_a_failure_and_not_silence() -> None:
-    found = check(NODE, num_nodes=3)
+    found = check(NODE, planned=PlannedNodes(3))
     assert failed(found) == {"nodes": "1 of 3: 10.0.0.1"}
     assert "ray monitor" in str(found[0])
+
+
+def test_missing_nodes_are_named_where_their_addresses_are_known() -> None:
+    planned = PlannedNodes(3, frozenset({"10.0.0.1", "10.0.0.2", "10.0.0.3"}))
+    assert failed(check(NODE, NODE, planned=planned)) == {"nodes": "2 of 3: 10.0.0.1, 10.0.0.2; missing 10.0.0.3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "num_nodes", "addresses"),
+    [
+        ("provider: {type: local, head_ip: a, worker_ips: [b, c]}", 3, {"a", "b", "c"}),
+        ("provider: {type: local, head_ip: a, worker_ips: [b, c]}\nmin_workers: 1", 2, set()),
+        ("provider: {type: aws}\navailable_node_types: {head: {}, gpu: {min_workers: 2}}", 3, set()),
+        (
+            "provider: {type: local, head_ip: a, worker_ips: [b]}\navailable_node_types: {node: {min_workers: 1}}",
+            2,
+            {"a", "b"},
+        ),
+    ],
+    ids=["as written", "one may be missing", "of a cloud", "as Ray leaves it"],
+)
+def test_a_clusters_file_says_how_many_nodes_there_must_be(
+    tmp_path: Path, text: str, num_nodes: int, addresses: set[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    assert planned_nodes(file) == PlannedNodes(num_nodes, frozenset(addresses))
+
+
+@pytest.mark.parametrize("name", ["cluster.yaml", "cluster-aws.yaml", "cluster-gcp.yaml"])
+def test_our_own_clusters_have_three_nodes(name: str) -> None:
+    assert planned_nodes(ROOT / "deploy" / name).num_nodes == 3
+
+
+@pytest.mark.parametrize("text", ["applications: []", "provider: {type: local}", "- a", "{", "", "provider: aws"])
+def test_what_is_no_clusters_file_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    with pytest.raises(InvalidConfiguration, match=str(file)):
+        planned_nodes(file)
+    file.write_text(text)
+    with pytest.raises(InvalidConfiguration, match=str(file)):
+        planned_nodes(file)
 
 
 def test_a_node_that_does_not_answer_is_named() -> None:
