@@ -150,7 +150,8 @@ class Lan:
         """Switch it on with its cable in, and wait until its sshd listens."""
         names = "".join(f"{each.address} {each.name}\n" for each in self._hosts)
         host.boot(self._keep, f"127.0.0.1 localhost\n{names}")
-        cable = f"{host.name} type veth peer name eth0 netns {host.one.pid}"
+        card = f"02:00:00:00:00:{int(host.address.rpartition('.')[2]):02x}"  # the same each time, as others remember it
+        cable = f"{host.name} type veth peer name eth0 address {card} netns {host.one.pid}"
         self._switch.shell(f"ip link add {cable} && ip link set {host.name} master switch up")
         host.one.shell(f"ip address add {host.address}/24 dev eth0 && ip link set eth0 up")
         wait_until(lambda: _listens(host.address, SSH_PORT), START_S, f"{host.name} has an sshd")
