@@ -34,7 +34,7 @@ types: setup
 	$(BIN)/mypy
 
 test: setup lint types  ## ruff, mypy --strict and every test that this machine can run
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --durations 25
 
 protos: setup  ## Regenerate the gRPC stubs
 	$(BIN)/python -m protos.generate
