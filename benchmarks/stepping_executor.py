@@ -20,7 +20,7 @@ VOCAB_SIZE = 49_152  # SmolLM2's, whose tokenizer makes text of the tokens
 FIRST_TOKEN, NUM_TOKENS = 300, 64
 
 
-def make(config: EngineConfig, _: VocabularySource) -> SteppingExecutor:
+def make(config: EngineConfig, _: VocabularySource | None = None) -> SteppingExecutor:
     """The same call as `worker.program.build_executor`."""
     return SteppingExecutor(
         ProgramInfo(

@@ -399,11 +399,11 @@ async def test_a_worker_that_hangs_is_lost_and_gets_nothing_before_it_speaks_aga
 
 async def test_a_slow_worker_that_shows_life_is_not_lost() -> None:
     slow, other = ScriptedWorker("a"), ScriptedWorker("b")
-    async with fleet_of(slow, other, limits=FailoverLimits(stall_timeout_s=0.4)) as streams:
-        await asyncio.sleep(0.5)  # it is silent while it has nothing to do
+    async with fleet_of(slow, other, limits=FailoverLimits(stall_timeout_s=1.0)) as streams:
+        await asyncio.sleep(1.1)  # it is silent while it has nothing to do
         reader = await begun(streams, slow, request())
-        for step in range(6):
-            await asyncio.sleep(0.1)
+        for step in range(8):
+            await asyncio.sleep(0.15)
             slow.say(snapshot=pb.Snapshot(capacity=1000, free_cells=1000, step=step))
         slow.say(tokens(5, finish=STOP))
         await reader.read_ends()
