@@ -26,11 +26,10 @@ from worker.torch_executor import TorchExecutor
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "color": {"enum": ["red", "green", "blue"]},
-        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4},
-        "note": {"type": "string", "maxLength": 6},
+        "c": {"enum": ["red", "blue", 7]},
+        "n": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 3},
     },
-    "required": ["color", "sizes", "note"],
+    "required": ["c", "n"],
     "additionalProperties": False,
 }
 GRAMMAR = schema_grammar(SCHEMA)
@@ -78,7 +77,7 @@ def new_rig(program: Program) -> Iterator[NewRig]:
 def asking(seed: int = 0, grammar: str | None = GRAMMAR, temperature: float = 1.5, **options: Any) -> Request:
     prompt = np.array(TEXT.encode(f"hello {seed}"), dtype=np.int64)
     sampling = SamplingParams(temperature=temperature, seed=seed, grammar=grammar)
-    return Request(prompt, options.pop("max_tokens", 200), sampling, stop_token_ids=STOPS, **options)
+    return Request(prompt, options.pop("max_tokens", 60), sampling, stop_token_ids=STOPS, **options)
 
 
 def fits(tokens: list[int]) -> bool:
@@ -94,7 +93,7 @@ def test_hot_answers_of_one_request_all_fit_and_differ(new_rig: NewRig) -> None:
 
 
 def test_a_plain_mate_answers_as_it_does_alone(new_rig: NewRig) -> None:
-    plain = asking(5, grammar=None, max_tokens=40)
+    plain = asking(5, grammar=None, max_tokens=20)
     alone = new_rig().answer([plain])
     together = new_rig().answer([asking(1), plain, asking(2, temperature=0.0), asking(3, n=2)])
     assert together[1] == alone[0]
@@ -105,7 +104,7 @@ def test_an_answer_is_the_same_alone_batched_and_preempted(new_rig: NewRig) -> N
     requests = [asking(seed) for seed in range(4)]
     alone = new_rig().answer_alone(requests)
     assert new_rig().answer(requests) == alone
-    tight = new_rig(capacity=208)
+    tight = new_rig(capacity=66)
     assert tight.answer(requests) == alone
     assert tight.planner.metrics.num_preemptions > 0
 
@@ -121,14 +120,14 @@ def test_a_continuation_elsewhere_says_what_would_have_come(new_rig: NewRig) -> 
 def test_penalties_and_a_minimum_go_with_a_grammar(new_rig: NewRig) -> None:
     prompt = np.array(TEXT.encode("hello"), dtype=np.int64)
     sampling = SamplingParams(temperature=1.0, seed=3, frequency_penalty=1.0, grammar=GRAMMAR)
-    request = Request(prompt, 200, sampling, stop_token_ids=STOPS, min_tokens=150)
+    request = Request(prompt, 60, sampling, stop_token_ids=STOPS, min_tokens=50)
     assert fits(new_rig().answer([request])[0][0])
 
 
 def test_log_probabilities_of_a_constrained_answer_are_finite(new_rig: NewRig) -> None:
     rig = new_rig()
     sampling = SamplingParams(temperature=0.0, logprobs=20, grammar=GRAMMAR)
-    rig.planner.submit(Request(np.array([70, 71]), 200, sampling, stop_token_ids=STOPS))
+    rig.planner.submit(Request(np.array([70, 71]), 60, sampling, stop_token_ids=STOPS))
     scores = [score for update in rig.run() for score in update.logprobs]
     assert len(scores) > 10
     assert all(np.isfinite(value) for s in scores for value in (s.logprob, *(p for _, p in s.top)))
