@@ -32,13 +32,21 @@ class Answer:
     """Owner: the task that serves the HTTP request; only it calls anything here."""
 
     def __init__(
-        self, fleet: Fleet, text: TextModel, plans: Sequence[ChoicePlan], stops: tuple[str, ...], *, scored: bool
+        self,
+        fleet: Fleet,
+        text: TextModel,
+        plans: Sequence[ChoicePlan],
+        stops: tuple[str, ...],
+        *,
+        scored: bool,
+        marks: frozenset[int] = frozenset(),
     ) -> None:
+        """`marks` are special tokens that the text shows."""
         self._fleet = fleet
         self._parts: list[_Part] = []
         for plan in plans:
             first = sum(part.plan.n for part in self._parts)
-            choices = [Choice(first + i, text.tokens, stops, scored=scored) for i in range(plan.n)]
+            choices = [Choice(first + i, text.tokens, stops, scored=scored, marks=marks) for i in range(plan.n)]
             self._parts.append(_Part(plan, choices, text))
         self._failure: RaycombError | None = None
 

@@ -8,10 +8,12 @@ from cluster.answer import Answer
 from cluster.api_settings import ApiSettings
 from cluster.fleet import Fleet, ServedModel
 from cluster.headers import Terms
+from cluster.message_reader import NewReader
 from cluster.prompts import PromptEncoder
 from cluster.requests import on_terms, plan_chat, plan_completion, served_name
 from cluster.side_threads import SideThreads
-from cluster.structured import FormReader
+from cluster.structured import FormReader, requested_form
+from cluster.talk import plan_talk
 from cluster.text import TextModel
 from planner.errors import InvalidRequest, Unavailable
 from protos.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
@@ -59,19 +61,26 @@ class AnswerMaker:
         model, name = self.model(body.model)
         text = self.service.text
         prompts = await self._prompts.completion(body, model.context)
-        grammar = await self._forms.grammar(body)
+        grammar = await self._forms.checked(requested_form(body))
         plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings, grammar))
         scored = body.logprobs is not None
         return Answer(self.service.fleet, text, plans, body.stop_strings, scored=scored), name
 
-    async def chat(self, body: ChatBody, terms: Terms) -> tuple[Answer, str]:
-        """The answer to a conversation, and the name to answer with. Raises `RequestRefused`."""
+    async def chat(self, body: ChatBody, terms: Terms) -> tuple[Answer, str, NewReader | None]:
+        """The answer to a conversation, the name to answer with, and what reads calls and thoughts out of its text.
+
+        Raises `RequestRefused`."""
         model, name = self.model(body.model)
         text = self.service.text
         prompt = await self._prompts.chat(body, model.context)
-        grammar = await self._forms.grammar(body)
+        talk = plan_talk(body, text, prompt.ids)
+        for part in talk.parts:
+            await self._forms.checked(part)
+        grammar = await self._forms.checked(talk.form)
         plans = on_terms(terms, plan_chat(body, prompt, model, text.eos_ids, self.service.settings, grammar))
-        return Answer(self.service.fleet, text, plans, body.stop_strings, scored=body.logprobs), name
+        marks = frozenset(text.marks.values()) if talk.new_reader is not None else frozenset()
+        answer = Answer(self.service.fleet, text, plans, body.stop_strings, scored=body.logprobs, marks=marks)
+        return answer, name, talk.new_reader
 
     async def token_ids(self, body: TokenizeTextBody | TokenizeChatBody) -> list[int]:
         """Token ids of a text or of a conversation's prompt."""

@@ -9,7 +9,7 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect, Request
 
 from planner.errors import BodyTooLarge, InvalidRequest
-from protos.openai_messages import RefusedField
+from protos.openai_body import RefusedField
 
 B = TypeVar("B", bound=BaseModel)
 

@@ -19,6 +19,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from cluster.reasoning import CLOSING
+from cluster.tool_formats import tool_format
 from planner.errors import InvalidCheckpoint, InvalidRequest
 
 Message = Mapping[str, Any]
@@ -31,6 +33,9 @@ _RESERVED: Final = frozenset(
 class ChatTemplate:
     """One compiled template. Immutable; safe to share between requests.
 
+    `reads_tools`: whether it shows tools; `tool_format`: how the model then writes calls, where that is known;
+    `thinks`: whether answers may begin with thoughts.
+
     Raises `InvalidCheckpoint` when the source is not a template.
     """
 
@@ -42,6 +47,9 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InvalidCheckpoint(f"the chat template does not compile: {error}", param="chat_template") from error
         self._options = frozenset(read) - _RESERVED
+        self.reads_tools = "tools" in read
+        self.tool_format = tool_format(source)
+        self.thinks = CLOSING in source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
 
     def render(
@@ -51,6 +59,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The prompt text. With `continue_final_message` it ends where the last message's content ends.
 
@@ -62,7 +71,7 @@ class ChatTemplate:
             if name not in self._options:
                 raise InvalidRequest(f"the chat template reads no option {name!r}", param="chat_template_kwargs")
         if not continue_final_message:
-            return self._run(messages, add_generation_prompt, options)
+            return self._run(messages, add_generation_prompt, options, tools)
         if add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
@@ -70,19 +79,25 @@ class ChatTemplate:
         mark = f"<{secrets.token_hex(16)}>"
         last = messages[-1]
         text, found, _ = self._run(
-            [*messages[:-1], {**last, "content": last["content"] + mark}], add_generation_prompt, options
+            [*messages[:-1], {**last, "content": last["content"] + mark}], add_generation_prompt, options, tools
         ).rpartition(mark)
         if not found:
             raise InvalidRequest("the chat template does not show the last message", param="continue_final_message")
         return text
 
-    def _run(self, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
+    def _run(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        options: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> str:
         try:
             return self._template.render(
                 **options,
                 **self._tokens,
                 messages=messages,
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )

@@ -53,13 +53,22 @@ class Echo:
 
 
 class Choice:
-    """Owner: the answer it belongs to. `index` is the choice's place in the whole answer."""
+    """Owner: the answer it belongs to. `index` is the choice's place in the whole answer; `marks` are special tokens
+    that its text shows."""
 
-    def __init__(self, index: int, tokens: TokenBytes, stops: tuple[str, ...], *, scored: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        tokens: TokenBytes,
+        stops: tuple[str, ...],
+        *,
+        scored: bool,
+        marks: frozenset[int] = frozenset(),
+    ) -> None:
         self.index = index
         self.num_tokens = 0
         self.ended = False
-        self._detokeniser = Detokeniser(tokens)
+        self._detokeniser = Detokeniser(tokens, marks=marks)
         self._stops = StopStrings(stops) if stops else None
         self._scored = scored
         self._waiting: deque[ScoredToken] = deque()

@@ -71,11 +71,20 @@ class Detokeniser:
     """One text that grows. Owner: the choice it belongs to.
 
     `from_start`: the tokens open a text rather than continue one, so that the space which a sentencepiece vocabulary
-    puts before the first word is not part of it. `with_special`: special tokens are shown.
+    puts before the first word is not part of it. `with_special`: special tokens are shown; else only `marks` are.
     """
 
-    def __init__(self, tokens: TokenBytes, *, from_start: bool = False, with_special: bool = False) -> None:
+    def __init__(
+        self,
+        tokens: TokenBytes,
+        *,
+        from_start: bool = False,
+        with_special: bool = False,
+        marks: frozenset[int] = frozenset(),
+    ) -> None:
         self._bytes_of = tokens.of if with_special else tokens.shown
+        if marks and not with_special:
+            self._bytes_of = lambda token: tokens.of(token) if token in marks else tokens.shown(token)
         self._utf8 = _UTF8(errors="replace")
         self._drop_space = from_start and tokens.leading_space
 

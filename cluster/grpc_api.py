@@ -107,7 +107,7 @@ class GrpcApi:
         if isinstance(body, CompletionBody):
             answer, _ = await self._maker.completion(body, agreed)
         else:
-            answer, _ = await self._maker.chat(body, agreed)
+            answer, _, _ = await self._maker.chat(body, agreed)
         return answer
 
     async def _news(self, answer: Answer, agreed: Terms) -> list[Piece]:

@@ -97,8 +97,8 @@ class _Endpoints:
     async def chat_completions(self, request: Request) -> Response:
         agreed = self._terms(request)
         body = await self._body(request, lambda value: validate(ChatBody, value))
-        answer, name = await self._maker.chat(body, agreed)
-        voice = ChatVoice(name, self._tokens, scored=body.logprobs)
+        answer, name, new_reader = await self._maker.chat(body, agreed)
+        voice = ChatVoice(name, self._tokens, scored=body.logprobs, new_reader=new_reader)
         return AnswerResponse(answer, voice, self._delivery(agreed, body))
 
     async def models(self) -> Response:

@@ -57,6 +57,7 @@ class PromptEncoder:
         if template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         messages = [message.for_template() for message in body.messages]
+        tools = [tool.for_template() for tool in body.offered_tools]
 
         def write() -> list[int]:
             text = template.render(
@@ -64,6 +65,7 @@ class PromptEncoder:
                 add_generation_prompt=body.opens_answer,
                 continue_final_message=body.continue_final_message,
                 options=body.chat_template_kwargs,
+                tools=tools,
             )
             if context is not None:
                 self._refuse_hopeless(text, context, "messages")

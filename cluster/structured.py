@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_GRAMMAR: Final = 256 * 1024  # characters
 MAX_KNOWN: Final = 1024  # digests of grammars that were found good
 _MAX_TRIED: Final = 200  # parts of a schema that are looked at for its mistake
-_ONE_LINE: Final[JsonCompileOptions] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ONE_LINE: Final[JsonCompileOptions] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_LENGTH: Final = 2**62  # compiling takes longer than its text says, so it is never done on the event loop
 
 # Where schemas stand in schemas: under a name each, in a list, or as the value itself.
@@ -52,10 +52,9 @@ class FormReader:
         self._threads = threads
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
-    async def grammar(self, body: Structured) -> str | None:
-        """What the answers to `body` must follow. Raises `InvalidRequest` that names the field, and of a schema the
-        part, that cannot be kept to."""
-        form = requested_form(body)
+    async def checked(self, form: Form | None) -> str | None:
+        """The form's grammar; None for none. Raises `InvalidRequest` that names the field, and of a schema the part,
+        that cannot be kept to."""
         if form is None:
             return None
         digest = hashlib.sha256(form.grammar.encode()).digest()
@@ -100,7 +99,7 @@ def json_form(param: str, schema: Any) -> Form:
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param}: the schema must be an object", param=param)
     try:
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_ONE_LINE)
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=ONE_LINE)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{param}: the schema cannot be read: {error}", param=param) from error
     return _sized(Form(param, grammar, schema))
@@ -154,7 +153,7 @@ def _part_at_fault(schema: dict[str, Any]) -> str:
             tried += 1
             if tried > _MAX_TRIED:
                 return _pointer(where)
-            whole = LLMatcher.grammar_from_json_schema({**definitions, **child}, overrides=_ONE_LINE)
+            whole = LLMatcher.grammar_from_json_schema({**definitions, **child}, overrides=ONE_LINE)
             if check_grammar(whole) is not None:
                 where, part = where + below, child
                 break

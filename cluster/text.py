@@ -17,6 +17,7 @@ from cluster.chat_template import ChatTemplate
 from cluster.detokeniser import Detokeniser, TokenBytes, detokenise
 from cluster.gguf_metadata import read_gguf_metadata
 from cluster.gguf_tokenizer import gguf_list, gguf_token, gguf_tokenizer
+from cluster.tool_formats import MARKS
 from planner.errors import InvalidCheckpoint
 from worker.vocabulary import Vocabulary
 
@@ -32,7 +33,10 @@ class AddedTokens:
 
 
 class TextModel:
-    """Text to tokens and back, for one model. Immutable; safe to share between tasks and threads."""
+    """Text to tokens and back, for one model. Immutable; safe to share between tasks and threads.
+
+    `marks`: the special tokens by spelling that tell calls of tools and thoughts from the rest of an answer.
+    """
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class TextModel:
         self.tokens = TokenBytes(tokenizer)
         self.eos_ids = eos_ids
         self.chat_template = chat_template
+        self.marks = {mark: token for mark in MARKS if (token := tokenizer.token_to_id(mark)) in self.tokens.special}
 
     @property
     def vocab_size(self) -> int:

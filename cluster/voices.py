@@ -10,6 +10,9 @@ from typing import Final, Protocol
 from cluster.answer import TokenCounts
 from cluster.choice import Piece, ScoredToken
 from cluster.detokeniser import TokenBytes
+from cluster.message_parts import Part
+from cluster.message_reader import MessageReader, NewReader
+from cluster.message_wire import delta_of, message_of
 from planner.request import TokenLogprobs
 from protos import openai_answers as wire
 
@@ -87,30 +90,28 @@ class CompletionVoice:
 
 
 class ChatVoice:
-    """/v1/chat/completions. A choice's first chunk carries the role."""
+    """/v1/chat/completions. A choice's first chunk carries the role.
 
-    def __init__(self, model: str, tokens: TokenBytes, *, scored: bool) -> None:
+    `new_reader` makes what finds thoughts and calls of tools in a choice's text; None: all of it is content."""
+
+    def __init__(self, model: str, tokens: TokenBytes, *, scored: bool, new_reader: NewReader | None = None) -> None:
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._tokens = tokens
         self._scored = scored
-        self._opened: set[int] = set()
+        self._new_reader = new_reader or MessageReader
+        self._readers: dict[int, MessageReader] = {}  # of the choices that have begun
         self._frame = _Frame(self._chunk())
 
     def chunk(self, piece: Piece) -> bytes | None:
-        opens = piece.index not in self._opened
-        if _is_silent(piece) and not opens:
+        opens = piece.index not in self._readers
+        parts = self._read([piece])
+        if not (opens or parts or piece.scores) and piece.ending is None:
             return None
-        self._opened.add(piece.index)
-        if opens:
-            delta = wire.ChatDelta(role="assistant", content=piece.text)
-        else:
-            delta = wire.ChatDelta(content=piece.text) if piece.text else wire.ChatDelta()
-        logprobs = self._logprobs([piece])
-        reason = _finish_reason([piece])
+        delta, reason = delta_of(parts, opens=opens), self._finish_reason([piece])
         return self._frame.around(
-            wire.ChatChunkChoice(index=piece.index, delta=delta, logprobs=logprobs, finish_reason=reason)
+            wire.ChatChunkChoice(index=piece.index, delta=delta, logprobs=self._logprobs([piece]), finish_reason=reason)
         )
 
     def usage_chunk(self, counts: TokenCounts) -> bytes:
@@ -119,13 +120,13 @@ class ChatVoice:
     def whole(self, choices: Sequence[Sequence[Piece]], counts: TokenCounts) -> bytes:
         told = []
         for index, pieces in enumerate(choices):
-            reason = _finish_reason(pieces)
+            parts = self._read(pieces)
+            reason = self._finish_reason(pieces)
             assert reason is not None, "only finished choices are told at once"
-            text = "".join(piece.text for piece in pieces)
             told.append(
                 wire.ChatChoice(
                     index=index,
-                    message=wire.ChatMessage(role="assistant", content=text, refusal=None),
+                    message=message_of(parts),
                     logprobs=self._logprobs(pieces),
                     finish_reason=reason,
                 )
@@ -138,6 +139,20 @@ class ChatVoice:
             choices=told,
             usage=usage(counts),
         ).to_json()
+
+    def _read(self, pieces: Sequence[Piece]) -> list[Part]:
+        """The parts that the next pieces of one choice turn out to be."""
+        parts: list[Part] = []
+        for piece in pieces:
+            reader = self._readers.get(piece.index) or self._readers.setdefault(piece.index, self._new_reader())
+            parts += reader.push(piece.text)
+            if piece.ending is not None:
+                parts += reader.finish()
+        return parts
+
+    def _finish_reason(self, pieces: Sequence[Piece]) -> wire.FinishReasonName | None:
+        reason = _finish_reason(pieces)
+        return "tool_calls" if reason == "stop" and self._readers[pieces[-1].index].num_calls else reason
 
     def _chunk(self) -> wire.ChatChunk:
         return wire.ChatChunk(

@@ -1,6 +1,6 @@
 """The bodies that the OpenAI-compatible endpoints accept, field by field. Not what is done with them.
 
-What holds for every field (strict types, nulls, unknown names) is in `protos.openai_messages`.
+What holds for every field (strict types, nulls, unknown names) is in `protos.openai_body`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
-from protos.openai_messages import Body, Conversation, Neutral, RefusedField
+from protos.openai_body import Body, Neutral, RefusedField
+from protos.openai_messages import Conversation
 from protos.openai_structured import Structured
+from protos.openai_tools import NamedTool, Tool, ToolChoice
 
 MAX_STOP_STRINGS: Final = 4
 MAX_ALTERNATIVES: Final = 20
@@ -139,9 +141,6 @@ class ChatBody(GenerationBody, Conversation):
 
     unsupported: ClassVar[Neutral] = {
         **_NOT_SUPPORTED_ANYWHERE,
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"],),
@@ -158,6 +157,34 @@ class ChatBody(GenerationBody, Conversation):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def chosen_tool(self) -> str | None:
+        """The function that must be called, where one is named."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or self.chosen_tool is not None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> ChatBody:
+        names = [tool.function.name for tool in self.tools]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise RefusedField("tools", f"has the function {min(twice)!r} more than once")
+        if self.tool_choice not in (None, "none") and not names:
+            raise RefusedField("tool_choice", "tool_choice needs tools to choose from")
+        if self.chosen_tool is not None and self.chosen_tool not in names:
+            raise RefusedField("tool_choice", f"names {self.chosen_tool!r}, which is not among the tools")
+        return self
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatBody:

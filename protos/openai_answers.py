@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-FinishReasonName = Literal["stop", "length"]
+FinishReasonName = Literal["stop", "length", "tool_calls"]
 
 
 class Answer(BaseModel):
@@ -76,10 +76,27 @@ class ChatLogprobs(Answer):
     refusal: None = None
 
 
+class CalledFunction(Answer):
+    """`arguments` is the text of a JSON object, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Answer):
+    """`content` is null where there are calls and nothing else."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Answer):
@@ -98,9 +115,25 @@ class ChatCompletion(Answer):
     usage: Usage
 
 
+class FunctionDelta(Answer):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(Answer):
+    """What is new of the `index`-th call: at first its id and name, then pieces of its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Answer):

@@ -1,55 +1,13 @@
-"""What the bodies of all OpenAI-compatible endpoints have in common, and the messages of a conversation.
-
-Types are strict: `true` is no integer, `"3"` no number, 2.5 no count, and infinity nothing at all. A null means that
-the field was not given. A field that nothing here knows is refused by its name, and so is one that is known and not
-supported, unless its value asks for what happens anyway (`best_of` 1, an empty `tools`).
-"""
+"""The messages of a conversation, as the chat and the tokenize endpoint read them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
-Neutral = Mapping[str, tuple[Any, ...]]
-"""Known fields that are not supported, and for each the values that ask for nothing special."""
-
-
-class RefusedField(ValueError):
-    """A field whose presence or value is refused. `param` is its name."""
-
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class Body(BaseModel):
-    """Base of all bodies."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
-
-    unsupported: ClassVar[Neutral] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_says_nothing(cls, data: Any) -> Any:
-        """Without nulls, and without unsupported fields at their neutral value."""
-        if not isinstance(data, dict):
-            return data
-        kept = {}
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name, value in data.items():
-            if value is None:
-                continue
-            if name in cls.unsupported:
-                if any(type(value) is type(neutral) and value == neutral for neutral in cls.unsupported[name]):
-                    continue
-                raise RefusedField(name, f"{name} is not supported here")
-            if name not in known:
-                raise RefusedField(name, f"{name} is not a field of this request")
-            kept[name] = value
-        return kept
+from protos.openai_body import Body, Neutral, RefusedField
+from protos.openai_tools import MAX_TOOLS, Tool, ToolCall
 
 
 class ContentPart(Body):
@@ -75,15 +33,13 @@ class Message(Body):
     """One turn of a conversation. Only an assistant's turn may have no content; it then reads as empty."""
 
     unsupported: ClassVar[Neutral] = {
-        "tool_calls": ([],),
-        "tool_call_id": (),
         "function_call": (),
         "audio": (),
         "refusal": (),
         "annotations": ([],),
     }
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         Annotated[
             Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(min_length=1), Tag("<parts>")],
@@ -92,18 +48,18 @@ class Message(Body):
         | None
     ) = None
     name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_tool_turns(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("role") in ("tool", "function"):
-            raise RefusedField("messages", f"turns of role {data['role']} are not supported; this model calls no tools")
-        return data
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _content_is_there(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise RefusedField("messages", f"a message of role {self.role} needs content")
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
+            raise RefusedField("messages", f"tool_calls and reasoning_content are an assistant's, not a {self.role}'s")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise RefusedField("messages", "a message of role tool, and no other, needs a tool_call_id")
         return self
 
     @property
@@ -113,11 +69,15 @@ class Message(Body):
             return self.content or ""
         return "\n".join(part.text for part in self.content)
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """As chat templates read it. OpenAI's developer role is their system role."""
-        role = "system" if self.role == "developer" else self.role
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": self.text, **named}
+        made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                made[name] = value
+        if self.tool_calls:
+            made["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return made
 
 
 class Conversation(Body):
@@ -127,6 +87,12 @@ class Conversation(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Tools that the prompt shows."""
+        return self.tools
 
     @property
     def opens_answer(self) -> bool:

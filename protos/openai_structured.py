@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
-from protos.openai_messages import Body, RefusedField
+from protos.openai_body import Body, RefusedField
 
 JsonSchema = dict[str, JsonValue] | bool
 FORMS: Final = ("json", "regex", "choice", "grammar")

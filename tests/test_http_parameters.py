@@ -145,7 +145,7 @@ async def test_a_wrong_completion_field_is_refused_by_name(field: str, value: An
         ("messages", [{"role": "user", "content": "x", "colour": 1}], "colour"),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
         ("messages", [{"role": "user", "content": [{"type": "input_audio"}]}], "input_audio"),
-        ("messages", [{"role": "tool", "content": "x", "tool_call_id": "1"}], "tool"),
+        ("messages", [{"role": "tool", "content": "x"}], "tool_call_id"),
         ("messages", [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "tool_calls"),
         ("top_logprobs", 3, "logprobs"),
         ("tools", [{"type": "function"}], "tools"),

@@ -14,7 +14,7 @@ from cluster.errors import OUTCOMES, envelope, outcome, retry_after_s
 from planner import errors
 from planner.errors import InvalidRequest, QueueFull, RaycombError
 from protos.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
-from protos.openai_messages import Body
+from protos.openai_body import Body
 
 BODIES: list[type[Body]] = [CompletionBody, ChatBody, TokenizeTextBody, TokenizeChatBody, DetokenizeBody]
 LEAST: dict[type[Body], dict[str, Any]] = {
