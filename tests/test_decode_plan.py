@@ -82,6 +82,17 @@ def test_what_the_fast_chains_cannot_do_runs_on_the_library(width: int) -> None:
     assert plan_decode(LLAMA_8B, width, hopper=False).chain is Chain.LIBRARY
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_attention_of_many_rows_goes_by_pieces_and_leaves_short_rows_whole(name: str) -> None:
+    """With a fixed number of programs a row the longest row would set the end; a short one is not worth a sum."""
+    for width in range(1, 257):
+        tile = plan_decode(SHAPES[name], width, hopper=True).attention
+        assert (tile.pieces is not None) == (width > 16)
+        if tile.pieces is not None:
+            assert tile.share >= 256
+            assert width < tile.programs(width) <= width + 256
+
+
 def test_buffers_refuse_a_plan_that_they_were_not_made_for() -> None:
     device = torch.device("meta")
     plans = [plan_decode(QWEN3_06B, width, hopper=True) for width in (1, 8)]
