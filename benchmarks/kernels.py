@@ -96,7 +96,7 @@ def swaps(copier: CellCopier, cells: Tensor) -> list[Row]:
     ceiling = size / _eager_us(lambda: host.copy_(device, non_blocking=True)) / 1e3
     blocks = np.arange(len(cells) // SWAP_BLOCK_CELLS, dtype=np.int32)
     space = PinnedSwap(copier, len(blocks), SWAP_BLOCK_CELLS)
-    out, back = SwapOut(cells.cpu().numpy(), blocks), SwapIn(blocks, cells.cpu().numpy())
+    out, back = SwapOut(cells.cpu().numpy(), blocks), SwapIn(1, blocks, cells.cpu().numpy())
 
     def copy_out() -> None:
         space.copy_out(out)

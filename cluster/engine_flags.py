@@ -21,6 +21,8 @@ HELP = {
     "max_model_len": "most tokens of one sequence, prompt and answer",
     "max_cells": "tokens whose keys and values the pool holds",
     "gpu_memory_utilization": "share of a GPU's memory that weights, work and pool may take together",
+    "kv_initial_cells": "cells that a GPU's pool begins with, to grow as they are needed; all of them unless given",
+    "swap_space": "GiB of host memory for cells of preempted sequences; 4 on a GPU and 0 on a CPU unless given",
     "max_prefill_tokens": "widest prefill forward; 512 on a CPU and 8192 on a GPU unless given",
     "min_prefill_tokens": "narrowest prefill forward",
     "max_num_seqs": "sequences that run at once",

@@ -175,7 +175,7 @@ class Memory:
         self._metrics.num_swapped_in += 1
         self._metrics.num_cells_swapped_in += copy.end - start
         skipped = (start - copy.first) // self._blocks.block_cells
-        return SwapIn(copy.blocks[skipped:], self.cells(sequence)[start : copy.end])
+        return SwapIn(_cells_id(sequence), copy.blocks[skipped:], self.cells(sequence)[start : copy.end])
 
     def _num_shared(self, cells: CellArray) -> int:
         """How many of a sequence's leading cells other sequences hold as well, and can be found again."""

@@ -55,8 +55,9 @@ class SwapOut(NamedTuple):
 
 
 class SwapIn(NamedTuple):
-    """Blocks to copy back, in order, into cells int32[n]; the last block may be filled in part."""
+    """Blocks to copy back, in order, into cells int32[n] of a sequence; the last block may be filled in part."""
 
+    sequence_id: int
     blocks: CellArray
     cells: CellArray
 

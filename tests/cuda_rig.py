@@ -19,7 +19,7 @@ from planner.request import Request, Update
 from planner.step import Step
 from tests.decode_reference import random_weights
 from worker.attention import TorchAttention
-from worker.cuda_decode import Capture, CudaDecode
+from worker.cuda_decode import CudaDecode, Steps
 from worker.cuda_executor import CudaExecutor
 from worker.cuda_prefill import PrefillChain
 from worker.decode_shape import decode_shape
@@ -32,6 +32,7 @@ from worker.models.config import ModelConfig
 from worker.models.decoder import Decoder
 from worker.models.rope import Rope
 from worker.models.rope_tables import rope_tables
+from worker.pool_growth import PoolGrowth
 from worker.swap import HostSwap, SwapSpace
 from worker.torch_executor import TorchExecutor
 
@@ -63,6 +64,17 @@ class EagerSteps:
         self._step(width, draw)
 
 
+class Captures:
+    """Makes steps ready as the device allows, and counts how often."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, step: Callable[[int, Draw], None], widths: Sequence[int], draws: Sequence[Draw]) -> Steps:
+        self.count += 1
+        return EagerSteps(step, widths, draws) if INTERPRETED else DecodeGraphs(step, widths, draws)
+
+
 @dataclass(frozen=True)
 class Model:
     """Weights on the device, in float32 unless told otherwise, with decoders over them."""
@@ -80,9 +92,9 @@ class Model:
             dtype=str(self.dtype), device=str(DEVICE), bytes_per_cell=1, **changes,
         )  # fmt: skip
 
-    def pool(self, num_cells: int) -> KvPool:
+    def pool(self, num_cells: int, kind: type[KvPool] = KvPool) -> KvPool:
         config = self.decoder.config
-        pool = KvPool(config.num_layers, num_cells, config.num_kv_heads, config.head_dim, self.dtype, DEVICE)
+        pool = kind(config.num_layers, num_cells, config.num_kv_heads, config.head_dim, self.dtype, DEVICE)
         # Cells that nobody wrote hold NaN: whoever reads one is found out.
         pool.keys[:, :num_cells], pool.values[:, :num_cells] = float("nan"), float("nan")
         return pool
@@ -115,18 +127,29 @@ def cuda_executor(
     swap_blocks: int = 0,
     swap_block_cells: int = 4,
     grammars: MaskMaker | None = None,
+    pool: KvPool | None = None,
+    captures: Captures | None = None,
 ) -> CudaExecutor:
-    """`prefill` may put something around the executor's prefill chain."""
+    """`prefill` may put something around the executor's prefill chain. A `pool` with fewer cells than `num_cells`
+    grows."""
     swaps = {"swap_blocks": swap_blocks, "swap_block_cells": swap_block_cells}
-    info, pool, config = (
-        model.info(num_cells, widths, max_prefill_tokens, **swaps),
-        model.pool(num_cells),
-        model.decoder.config,
-    )
-    capture: Capture = EagerSteps if INTERPRETED else DecodeGraphs
-    decode = CudaDecode(config, model.decoder.weights, model.rotary, pool, widths, capture=capture)
+    info, config = model.info(num_cells, widths, max_prefill_tokens, **swaps), model.decoder.config
+    pool = pool or model.pool(num_cells)
+    decode = CudaDecode(config, model.decoder.weights, model.rotary, pool, widths, capture=captures or Captures())
     chain = PrefillChain(config, model.decoder.weights, model.rotary, pool)
-    return CudaExecutor(info, model.decoder, prefill(chain), decode, swap_space(info, pool), grammars)
+    swap = swap_space(info, pool)
+    growth = PoolGrowth(pool, num_cells, lambda: rebind(pool, decode, swap))
+    return CudaExecutor(info, model.decoder, prefill(chain), decode, swap, growth, grammars)
+
+
+def rebind(pool: KvPool, decode: CudaDecode, swap: SwapSpace | None) -> None:
+    decode.rebind(pool)
+    if not (swap is None or isinstance(swap, HostSwap)):
+        from worker.cuda_swap import PinnedSwap
+        from worker.kernels import CellCopier
+
+        assert isinstance(swap, PinnedSwap)
+        swap.rebind(CellCopier([*pool.keys, *pool.values]))
 
 
 def swap_space(info: ProgramInfo, pool: KvPool) -> SwapSpace | None:

@@ -37,7 +37,7 @@ def test_cells_come_back_from_pinned_memory_as_they_went(num_cells: int) -> None
     space.copy_out(SwapOut(cells, blocks))
     for plane in planes:  # the cells are free at once
         plane[torch.from_numpy(cells).long().cuda()] = 0
-    space.copy_in(SwapIn(blocks, new_cells))
+    space.copy_in(SwapIn(1, blocks, new_cells))
     for plane, before in zip(planes, expected, strict=True):
         assert torch.equal(plane[torch.from_numpy(new_cells).long().cuda()], before)
 
@@ -54,7 +54,7 @@ def test_blocks_that_came_back_may_be_filled_at_once() -> None:
     for first in range(0, 2048, 512):
         cells = np.arange(first, first + 512, dtype=np.int32)
         space.copy_out(SwapOut(cells, blocks))
-        space.copy_in(SwapIn(blocks, cells + 2048))
+        space.copy_in(SwapIn(1, blocks, cells + 2048))
     for plane in planes:
         assert torch.equal(plane[2048:], plane[:2048])
 

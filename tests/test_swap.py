@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from planner.step import Step, SwapIn, SwapOut
 from tests.tiny_models import greedy_answer, save_tiny_model
 from tests.torch_rig import Rig, executor_of, load, request
+from worker.config import EngineConfig
 from worker.kv_pool import KvPool
+from worker.program import build_executor
 from worker.swap import HostSwap, blocks_in, run_swaps
 
 
@@ -27,7 +30,7 @@ def test_cells_come_back_bytewise_into_other_cells_and_no_others_change() -> Non
     gone, new, blocks = cells(7, 0, 3, 8, 4), cells(1, 2, 5, 6, 9), cells(3, 1)
     run_swaps(space, Step(1, (), (), swaps_out=(SwapOut(gone, blocks),)))
     pool.keys[:, gone], pool.values[:, gone] = 0, 0  # they are free at once
-    run_swaps(space, Step(2, (), (), swaps_in=(SwapIn(blocks, new),)))
+    run_swaps(space, Step(2, (), (), swaps_in=(SwapIn(1, blocks, new),)))
     for plane, before in ((pool.keys, keys), (pool.values, values)):
         before[:, new] = before[:, gone]
         before[:, gone] = 0
@@ -39,8 +42,8 @@ def test_a_step_copies_out_before_it_copies_in() -> None:
     pool.keys[0, :4, 0, 0] = torch.arange(4.0)
     space = HostSwap(pool, 2, 1)
     run_swaps(space, Step(1, (), (), swaps_out=(SwapOut(cells(0), cells(0)),)))
-    run_swaps(space, Step(2, (), (), (), (SwapOut(cells(3), cells(1)),), (SwapIn(cells(0), cells(3)),)))
-    run_swaps(space, Step(3, (), (), swaps_in=(SwapIn(cells(1), cells(2)),)))
+    run_swaps(space, Step(2, (), (), (), (SwapOut(cells(3), cells(1)),), (SwapIn(1, cells(0), cells(3)),)))
+    run_swaps(space, Step(3, (), (), swaps_in=(SwapIn(1, cells(1), cells(2)),)))
     assert pool.keys[0, :4, 0, 0].tolist() == [0.0, 1.0, 3.0, 0.0]
 
 
@@ -60,3 +63,11 @@ def test_answers_in_a_pool_that_is_too_small_are_the_same_and_nothing_is_compute
     metrics = rig.planner.metrics
     assert metrics.num_swapped_in == metrics.num_swapped_out == metrics.num_preemptions > 0
     assert metrics.num_tokens.total() == 4 * (9 + 19)
+
+
+@pytest.mark.parametrize(("space", "num_blocks"), [(None, 0), (0.0, 0), (0.01, 109)])
+def test_swap_space_is_what_the_configuration_says(tmp_path: Path, space: float | None, num_blocks: int) -> None:
+    save_tiny_model("llama", tmp_path)
+    executor = build_executor(EngineConfig(model=str(tmp_path), device="cpu", num_threads=1, swap_space=space))
+    assert executor.info.swap_blocks == num_blocks
+    executor.close()

@@ -16,6 +16,9 @@ LoadFormat = Literal["auto", "dummy"]
 # Widest prefill unless told: a GPU needs thousands of rows to be busy for longer than launching a forward takes.
 CPU_PREFILL_TOKENS = 512
 GPU_PREFILL_TOKENS = 8192
+# GiB of host memory for preempted sequences unless told. A CPU's pool lies in the same memory: better a larger pool.
+CPU_SWAP_SPACE = 0.0
+GPU_SWAP_SPACE = 4.0
 
 
 class EngineConfig(BaseModel):
@@ -33,6 +36,8 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(default=None, ge=1)
     max_cells: int | None = Field(default=None, ge=1)
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    kv_initial_cells: int | None = Field(default=None, ge=1)
+    swap_space: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     max_prefill_tokens: int | None = Field(default=None, ge=2)
     min_prefill_tokens: int = Field(default=2, ge=2)
     max_num_seqs: int = Field(default=128, ge=1)

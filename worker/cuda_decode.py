@@ -73,15 +73,25 @@ class CudaDecode:
         )
         self._buffers = DecodeBuffers(shape, max_rows, list(self._plans.values()), device)
         self._sampler = GpuSampler(max_rows, config.vocab_size, device)
-        planes = list(zip(pool.keys.unbind(), pool.values.unbind(), strict=True))
-        self._chain = DecodeChain(shape, weights, rotary, planes, self.state, self._buffers)
-        self._steps = capture(self._run, widths, (Draw.GREEDY, Draw.SAMPLED))
+        self._planes = _planes(pool)
+        self._chain = DecodeChain(shape, weights, rotary, self._planes, self.state, self._buffers)
+        self._make_steps = partial(capture, self._run, widths, (Draw.GREEDY, Draw.SAMPLED))
+        self._steps: Steps | None = self._make_steps()
 
     def step(self, slots: Sequence[int], cells: Sequence[int], draw: Draw) -> None:
         """One token more for each of `slots`, whose new cells are `cells`. Row r of the state's outputs and of
         `logits` is that of slots[r], until the next step."""
         self.state.set_rows(slots, cells)
-        self._steps.replay(self._steps.width_for(len(slots)), draw)
+        steps = self._steps
+        assert steps is not None, "capturing steps again has failed"
+        steps.replay(steps.width_for(len(slots)), draw)
+
+    def rebind(self, pool: KvPool) -> None:
+        """The pool has moved: capture all steps again over its new tensors. Sequences keep their slots and tokens."""
+        self._steps = None  # the old graphs' memory serves the new ones
+        self._planes[:] = _planes(pool)
+        self.state.move_scratch(pool.scratch_cell)
+        self._steps = self._make_steps()
 
     def logits(self, num_rows: int) -> Tensor:
         """[num_rows, vocab_size] in the model's dtype, of the last step, which was a sampled one."""
@@ -105,3 +115,8 @@ class CudaDecode:
             logits, row_slots, state.temperature, state.top_k, state.top_p, state.min_p, state.seed, state.length,
             state.out_tokens[:num_rows], state.bad_rows[:num_rows],
         )  # fmt: skip
+
+
+def _planes(pool: KvPool) -> list[tuple[Tensor, Tensor]]:
+    """K and V of each layer."""
+    return list(zip(pool.keys.unbind(), pool.values.unbind(), strict=True))

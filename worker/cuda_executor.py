@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from worker.graphs import Draw
 from worker.logprobs import token_logprobs
 from worker.masks import BitMask, MaskMaker, NoMasks, constrained_row
 from worker.models.decoder import Decoder
+from worker.pool_growth import PoolGrowth, required_cells
 from worker.prefill_plan import plan_prefill
 from worker.sampler import Draw as HostDraw
 from worker.sampler import sample
@@ -56,12 +58,15 @@ class CudaExecutor:
         prefill: PrefillChain,
         decode: CudaDecode,
         swap: SwapSpace | None = None,
+        growth: PoolGrowth | None = None,
         grammars: MaskMaker | None = None,
     ) -> None:
-        """`swap` has as many blocks as `info` says; None for none. `grammars` are the executor's own from here on;
-        without them no request can have one."""
+        """`swap` has as many blocks as `info` says; None for none. `growth` is of a pool that may not have
+        all its cells yet; None where it has. `grammars` are the executor's own from here on; without
+        them no request can have one."""
         self._info = info
         self._swap = swap
+        self._growth = growth
         self._decoder = decoder
         self._prefill = prefill
         self._decode = decode
@@ -95,7 +100,7 @@ class CudaExecutor:
         self._failed.difference_update(step.dropped)
         run = StepRun(step.chunks)
         with torch.inference_mode():
-            run_swaps(self._swap, step)
+            run_swaps(self._swap, self._grown_for(step, run))
             if self._is_decode(step):
                 self._launch_decode(run)
             else:
@@ -116,6 +121,26 @@ class CudaExecutor:
         if self._failed or not step.slices or any(piece_of.method is not Method.DECODE for piece_of in step.slices):
             return False
         return all(chunk.length == 1 and chunk.samples and chunk.prompt_targets is None for chunk in step.chunks)
+
+    def _grown_for(self, step: Step, run: StepRun) -> Step:
+        """Have cells for the step. Where there is no room, what needs the missing ones fails, and what is left of the
+        step's copies is returned."""
+        if self._growth is None or self._growth.is_done:
+            return step
+        required = required_cells(step)
+        try:
+            self._growth.make_room(required)
+        except torch.OutOfMemoryError as error:
+            num_cells = self._growth.num_cells
+            if num_cells >= required:
+                raise  # it grew, and then its steps could not be captured again
+            lost = {back.sequence_id for back in step.swaps_in if back.cells.max() >= num_cells}
+            lost |= {chunk.sequence_id for chunk in step.chunks if chunk.cells[chunk.start :].max() >= num_cells}
+            self._failed |= lost
+            failed = [index for index, chunk in enumerate(step.chunks) if chunk.sequence_id in lost]
+            run.fail(failed, f"the pool has {num_cells} cells and no memory for {required}: {error}")
+            step = replace(step, swaps_in=tuple(back for back in step.swaps_in if back.sequence_id not in lost))
+        return step
 
     def _refuse_failed(self, run: StepRun) -> None:
         """Chunks planned before their sequence's failure was known are not run."""

@@ -32,6 +32,7 @@ from worker.kv_pool import KvPool
 from worker.masks import MaskMaker
 from worker.models.decoder import Decoder
 from worker.models.rope_tables import rope_tables
+from worker.pool_growth import PoolGrowth
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +49,15 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
     cos, sin = rope_tables(decoder.config.rope, decoder.config.head_dim, info.context)
     rotary = cos.to(decoder.device), sin.to(decoder.device)
 
-    def make(num_cells: int) -> CudaExecutor:
-        executor = make_cuda_executor(replace(info, num_cells=num_cells), decoder, rotary, grammars)
-        warm_up(executor)
+    def make(num_cells: int, initial_cells: int | None = None) -> CudaExecutor:
+        executor = make_cuda_executor(replace(info, num_cells=num_cells), decoder, rotary, initial_cells, grammars)
+        warm_up(executor, initial_cells or num_cells)
         return executor
 
     try:
-        num_cells = config.max_cells or _cells_that_fit(make, info, decoder.device, config.gpu_memory_utilization)
+        num_cells = config.max_cells or _cells_that_fit(make, info, decoder.device, config)
         captured = time.perf_counter()
-        executor = make(num_cells)
+        executor = make(num_cells, initial_cells(config, num_cells))
     except torch.OutOfMemoryError as error:
         raise InvalidConfiguration(
             f"the GPU's memory does not hold the pool and the work beside the weights: {error}",
@@ -66,32 +67,59 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
     return executor
 
 
+def initial_cells(config: EngineConfig, num_cells: int) -> int | None:
+    """Cells that a pool of at most `num_cells` begins with; None for all of them. Raises `InvalidConfiguration`."""
+    initial = config.kv_initial_cells
+    if initial is not None and initial > num_cells:
+        raise InvalidConfiguration(
+            f"kv_initial_cells is {initial}, and the whole pool has {num_cells} cells", param="kv_initial_cells"
+        )
+    return initial if initial != num_cells else None
+
+
 def make_cuda_executor(
-    info: ProgramInfo, decoder: Decoder, rotary: tuple[Tensor, Tensor], grammars: MaskMaker | None = None
+    info: ProgramInfo,
+    decoder: Decoder,
+    rotary: tuple[Tensor, Tensor],
+    initial_cells: int | None = None,
+    grammars: MaskMaker | None = None,
 ) -> CudaExecutor:
-    """An executor with a pool of `info.num_cells`. `rotary`: cos and sin, float32 [context, head_dim / 2]."""
-    pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
+    """An executor with a pool of `info.num_cells`, or one that grows to that from `initial_cells`. `rotary`: cos and
+    sin, float32 [context, head_dim / 2]."""
+    num_cells = initial_cells or info.num_cells
+    pool = KvPool(info.num_layers, num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths)
     prefill = PrefillChain(decoder.config, decoder.weights, rotary, pool)
-    return CudaExecutor(info, decoder, prefill, decode, _swap_space(info, pool), grammars)
+    swap = _swap_space(info, pool)
+
+    def moved() -> None:
+        decode.rebind(pool)
+        if swap is not None:
+            swap.rebind(_copier(pool))
+
+    return CudaExecutor(info, decoder, prefill, decode, swap, PoolGrowth(pool, info.num_cells, moved), grammars)
+
+
+def _copier(pool: KvPool) -> CellCopier:
+    return CellCopier([*pool.keys, *pool.values])
 
 
 def _swap_space(info: ProgramInfo, pool: KvPool) -> PinnedSwap | None:
     """Its kernels are compiled here, not in the middle of the first preemption."""
     if not info.swap_blocks:
         return None
-    space = PinnedSwap(CellCopier([*pool.keys, *pool.values]), info.swap_blocks, info.swap_block_cells)
+    space = PinnedSwap(_copier(pool), info.swap_blocks, info.swap_block_cells)
     block, cell = np.zeros(1, np.int32), np.array([pool.scratch_cell], np.int32)
     space.copy_out(SwapOut(cell, block))
-    space.copy_in(SwapIn(block, cell))
+    space.copy_in(SwapIn(1, block, cell))
     return space
 
 
-def warm_up(executor: CudaExecutor) -> None:
-    """Run what is slow or large the first time: the widest prefill with as many draws as there may be, one long chunk
-    beside a lone token, and a decode. Leaves nothing behind but what cells hold."""
+def warm_up(executor: CudaExecutor, num_cells: int) -> None:
+    """Run what is slow or large the first time: the widest prefill that `num_cells` hold with as many draws as there
+    may be, one long chunk beside a lone token, and a decode. Leaves nothing behind but what cells hold."""
     info = executor.info
-    room = min(info.max_prefill_tokens, info.num_cells)
+    room = min(info.max_prefill_tokens, num_cells)
     draws = min(info.widths[-1], room)
     each = min(room // draws, info.context - 1)
     longest = max(1, min(room, info.context) - 1)
@@ -107,8 +135,10 @@ def warm_up(executor: CudaExecutor) -> None:
     executor.collect()
 
 
-def _cells_that_fit(make: Make, info: ProgramInfo, device: torch.device, utilization: float) -> int:
-    """Run a trial with a small pool, and see what it leaves."""
+def _cells_that_fit(make: Make, info: ProgramInfo, device: torch.device, config: EngineConfig) -> int:
+    """Run a trial with a small pool, and see what it leaves. A pool that grows needs room for the old one
+    beside the last one: for half of it, or for the first one where that is larger."""
+    utilization = config.gpu_memory_utilization
     weight_bytes = torch.cuda.memory_allocated(device)
     free_before = _free_bytes(device)
     trial_cells = info.max_prefill_tokens
@@ -120,6 +150,8 @@ def _cells_that_fit(make: Make, info: ProgramInfo, device: torch.device, utiliza
     trial_bytes = (trial_cells + 1) * info.bytes_per_cell
     affordable = free + trial_bytes - int(total * (1 - utilization))
     num_cells = max(0, affordable // info.bytes_per_cell - 1)
+    if config.kv_initial_cells is not None:
+        num_cells = max(0, min(num_cells * 2 // 3, num_cells - config.kv_initial_cells))
     logger.info(
         "of %d bytes: weights %d, graphs and largest forward %d, pool %d in %d cells",
         total, weight_bytes, free_before - free - trial_bytes, num_cells * info.bytes_per_cell, num_cells,

@@ -87,6 +87,11 @@ class DecodeState:
     def scratch_slot(self) -> int:
         return self.num_slots
 
+    def move_scratch(self, cell: int) -> None:
+        """From now on padding rows write to this cell. All rows are padding until the next `set_rows`."""
+        self.scratch_cell = cell
+        self.set_rows((), ())
+
     def set_rows(self, slots: Sequence[int], cells: Sequence[int]) -> None:
         """The next step's rows: row r works for slots[r], whose new token goes to cells[r]. All further rows are
         padding. A slot may appear once."""

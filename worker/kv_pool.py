@@ -22,21 +22,39 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, num_cells + 1, num_kv_heads, head_dim)
         self.num_cells = num_cells
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.keys[:, self.scratch_cell] = 0
-        self.values[:, self.scratch_cell] = 0
+        self.keys, self.values = (
+            _cells(num_layers, num_cells, (num_kv_heads, head_dim), dtype, device) for _ in ("keys", "values")
+        )
 
     @property
     def scratch_cell(self) -> int:
         return self.num_cells
 
+    def grow(self, num_cells: int) -> None:
+        """Move to tensors of `num_cells` cells, more than before; what cells hold stays, byte by byte.
+
+        Ordered on the current stream. The scratch cell moves to the new end. Raises torch's `OutOfMemoryError` where
+        old and new tensors do not fit side by side; nothing has changed then.
+        """
+        assert num_cells > self.num_cells
+        num_layers, _, *row = self.keys.shape
+        kind = num_layers, num_cells, (row[0], row[1]), self.keys.dtype, self.keys.device
+        keys, values = _cells(*kind), _cells(*kind)
+        keys[:, : self.num_cells] = self.keys[:, : self.num_cells]
+        values[:, : self.num_cells] = self.values[:, : self.num_cells]
+        self.keys, self.values, self.num_cells = keys, values, num_cells
+
     def write(self, layer: int, cells: Tensor, key: Tensor, value: Tensor) -> None:
         """Put row i of `key` and `value` [T, num_kv_heads, head_dim] into cell `cells[i]`, int64[T]."""
         self.keys[layer].index_copy_(0, cells, key)
         self.values[layer].index_copy_(0, cells, value)
+
+
+def _cells(num_layers: int, num_cells: int, row: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    tensor = torch.empty((num_layers, num_cells + 1, *row), dtype=dtype, device=device)
+    tensor[:, num_cells] = 0
+    return tensor
 
 
 def bytes_per_cell(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

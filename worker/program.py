@@ -10,7 +10,7 @@ import torch
 
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, UnsupportedModel
 from planner.limits import SWAP_BLOCK_CELLS
-from worker.config import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, EngineConfig
+from worker.config import CPU_PREFILL_TOKENS, CPU_SWAP_SPACE, GPU_PREFILL_TOKENS, GPU_SWAP_SPACE, EngineConfig
 from worker.cpu_forwards import forwards_of
 from worker.executor import Executor, ProgramInfo
 from worker.kv_pool import KvPool, bytes_per_cell
@@ -29,8 +29,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Unless told otherwise a pool holds this many full contexts, if a quarter of the free memory does.
 _DEFAULT_CONTEXTS = 8
 _MEMORY_SHARE = 0.25
-# GiB of host memory for preempted sequences. A CPU's pool lies in the same memory: better a larger pool.
-_GPU_SWAP_GIB = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,12 @@ def build_executor(config: EngineConfig, vocabulary: VocabularySource | None = N
         from worker.cuda_memory import build_cuda_executor  # needs Triton, which only a GPU's machine has
 
         return build_cuda_executor(config, info, decoder, grammars)
+    if config.kv_initial_cells is not None:
+        raise InvalidConfiguration(
+            f"kv_initial_cells is {config.kv_initial_cells}, and only a pool on a GPU grows: here cells take no memory "
+            "before they are written",
+            param="kv_initial_cells",
+        )
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     swap = HostSwap(pool, info.swap_blocks, info.swap_block_cells) if info.swap_blocks else None
     return TorchExecutor(info, forwards_of(decoder, pool), swap, grammars)
@@ -92,7 +96,7 @@ def load_program(config: EngineConfig) -> Program:
         device=str(device),
         bytes_per_cell=cell_bytes,
         weight_bytes=weights.bytes_read,
-        swap_blocks=blocks_in(_GPU_SWAP_GIB if device.type == "cuda" else 0.0, SWAP_BLOCK_CELLS, cell_bytes),
+        swap_blocks=blocks_in(_swap_space(config, device), SWAP_BLOCK_CELLS, cell_bytes),
     )
     return Program(info, Decoder(model, weights, context))
 
@@ -131,6 +135,12 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> to
     if name not in _DTYPES:
         raise UnsupportedModel(f"the checkpoint's dtype {name!r} is not supported; supported are {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def _swap_space(config: EngineConfig, device: torch.device) -> float:
+    if config.swap_space is not None:
+        return config.swap_space
+    return GPU_SWAP_SPACE if device.type == "cuda" else CPU_SWAP_SPACE
 
 
 def _default_cells(context: int, cell_bytes: int, device: torch.device) -> int:

@@ -1,0 +1,86 @@
+"""Growth of the pool on the GPU: answers stay the same while it grows under running sequences, graphs are captured
+again each time and never else, and where there is no memory only those end that need it. Also in Triton's
+interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+from planner.errors import ForwardFailed  # noqa: E402
+from planner.request import FinishReason, Request, SamplingParams  # noqa: E402
+from tests.cuda_rig import Captures, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
+from worker.kv_pool import KvPool  # noqa: E402
+
+NUM_TOKENS = 6 if INTERPRETED else 30
+
+
+def requests(count: int, seed: int = 3) -> list[Request]:
+    draw = np.random.default_rng(seed)
+    samplings = (SamplingParams(temperature=0.0), SamplingParams(seed=5))
+    return [Request(draw.integers(0, 203, size=6 + 5 * i), NUM_TOKENS, samplings[i % 2]) for i in range(count)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_answers_are_those_of_a_pool_that_is_large_from_the_start(depth: int) -> None:
+    model = tiny_model()
+    asked = requests(2 if INTERPRETED else 6)
+    expected = Rig(torch_executor(model)).answer_alone(asked)
+    captures = Captures()
+    executor = cuda_executor(model, num_cells=512, pool=model.pool(8), captures=captures)
+    rig = Rig(executor, depth=depth, prefix_caching=False)
+    first = rig.answer(asked)
+    num_captures = captures.count
+    assert first == expected
+    assert num_captures > 2, "it grew more than once"
+    assert rig.answer(asked) == expected
+    assert captures.count == num_captures, "captured again without a growth"
+
+
+def test_swapped_sequences_come_back_into_a_pool_that_has_moved() -> None:
+    model = tiny_model()
+    asked = requests(3 if INTERPRETED else 6, seed=4)
+    expected = Rig(torch_executor(model)).answer_alone(asked)
+    total = sum(len(each.prompt) + NUM_TOKENS for each in asked)
+    executor = cuda_executor(model, num_cells=total // 2, pool=model.pool(16), swap_blocks=64)
+    rig = Rig(executor, depth=2, min_swapped_cells=4, prefix_caching=False)
+    assert rig.answer(asked) == expected
+    assert rig.planner.metrics.num_swapped_in > 0
+
+
+class CrampedPool(KvPool):
+    """Has no memory for anything larger, while `is_full`."""
+
+    is_full = False
+
+    def grow(self, num_cells: int) -> None:
+        if self.is_full:
+            raise torch.OutOfMemoryError("no room for it")
+        super().grow(num_cells)
+
+
+def test_where_the_pool_cannot_grow_only_those_end_that_need_it() -> None:
+    model = tiny_model()
+    draw = np.random.default_rng(6)
+    first, second = (Request(draw.integers(0, 203, size=n), NUM_TOKENS, SamplingParams(seed=n)) for n in (6, 60))
+    expected = Rig(torch_executor(model)).answer_alone([first, second])
+    pool = model.pool(len(first.prompt) + NUM_TOKENS, CrampedPool)
+    executor = cuda_executor(model, num_cells=256, pool=pool)
+    rig = Rig(executor, prefix_caching=False)
+    assert isinstance(pool, CrampedPool)
+    pool.is_full = True
+    news = rig.updates([first, second])
+    assert [token for update in news[0] for token in update.tokens] == expected[0][0]
+    assert news[1][-1].finish_reason is FinishReason.FAILED
+    assert isinstance(news[1][-1].error, ForwardFailed)
+    pool.is_full = False
+    assert rig.answer([first, second]) == expected
