@@ -156,7 +156,7 @@ def _build(config: EngineConfig, *, capture: Capture = DecodeGraphs, plan: Plan 
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, WIDTHS, capture=capture, plan=plan or _planned)
     executor = CudaExecutor(info, decoder, PrefillChain(decoder.config, decoder.weights, rotary, pool), decode)
-    warm_up(executor)
+    warm_up(executor, info.num_cells)
     return executor
 
 

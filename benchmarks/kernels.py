@@ -104,9 +104,24 @@ def swaps(copier: CellCopier, cells: Tensor) -> list[Row]:
 
     out_us = _eager_us(copy_out)
     back_us = _eager_us(lambda: space.copy_in(back))
+    thousand = SwapOut(out.cells[:1024], blocks[: 1024 // SWAP_BLOCK_CELLS])
+    matrix = torch.randn(8192, 8192, device=DEVICE).bfloat16()
+
+    def products() -> None:
+        for _ in range(12):
+            torch.mm(matrix, matrix)
+
+    def swap_and_products() -> None:
+        space.copy_out(thousand)
+        products()
+
+    alone_us, beside_us = _eager_us(products), _eager_us(swap_and_products)
+    space.join()
     return [
         Row("swap out 4,096 cells", out_us, size / out_us / 1e3, "GB/s", ceiling),
         Row("swap back 4,096 cells", back_us, size / back_us / 1e3, "GB/s", ceiling),
+        Row("12 products of 8,192 x 8,192 alone", alone_us),
+        Row("the same behind a swap out of 1,024 cells", beside_us, alone_us / beside_us, "of alone"),
     ]
 
 
