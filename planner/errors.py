@@ -54,6 +54,12 @@ class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
 
 
+class InvalidCellImage(InvalidRequest):
+    """Cells from another worker do not fit this one's pool: another layout, or other numbers of cells or bytes."""
+
+    code = "invalid_cell_image"
+
+
 class UnknownModel(RequestRefused):
     """No such model is served here."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from planner.cells import CellTable
 from planner.limits import Limits
 from planner.metrics import Metrics
 from planner.prefix import PrefixIndex
-from planner.request import CellArray
+from planner.request import CellArray, TokenArray
 from planner.sequence import Sequence
 from planner.step import SwapIn, SwapOut
 from planner.swap import HostBlocks, HostCopy
@@ -80,6 +80,30 @@ class Memory:
         """Start `sequence` on its leader's cells, all of the prompt but the last token: that one it draws from."""
         upto = sequence.num_prompt - 1
         sequence.start(self.table.fork(_cells_id(leader), upto), upto)
+
+    def is_returning(self, sequence: Sequence) -> bool:
+        """Whether its cells are still to be filled from the host."""
+        return sequence in self._returning
+
+    def receive(self, tokens: TokenArray, fill: Callable[[int, CellArray], None]) -> int:
+        """See `Planner.receive`."""
+        resident = self.prefixes.match(np.append(tokens, -1)) if self._caching else None
+        if resident is None or len(resident) == len(tokens):
+            return 0
+        num_new = len(tokens) - len(resident)
+        if num_new > self.room - int(np.count_nonzero(self.table.unowned(resident))):
+            return 0
+        cells_id = self.table.open()
+        try:
+            self.table.adopt(cells_id, resident)
+            self.prefixes.evict(max(0, num_new - self.table.free))
+            assert self.table.extend({cells_id: num_new}), "cached cells were room and are not"
+            cells = self.table.cells(cells_id)
+            fill(len(resident), cells[len(resident) :])
+            self.prefixes.insert(tokens, cells)
+        finally:
+            self.table.release(cells_id)
+        return num_new
 
     def publish(self, sequence: Sequence, length: int) -> None:
         """Make the first `length` tokens of a sequence, all committed, known to the prefix index."""

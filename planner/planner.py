@@ -13,8 +13,9 @@ always gets its cells, so all end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, KeysView
+from collections.abc import Callable, Collection, KeysView
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner.admission import check_request, check_room
 from planner.blocks import ResidentBlocks
@@ -23,7 +24,7 @@ from planner.errors import RequestFailed, RequestRefused
 from planner.limits import Limits, Snapshot
 from planner.memory import Memory
 from planner.metrics import Metrics
-from planner.request import FinishReason, Request, TokenLogprobs, Update
+from planner.request import CellArray, FinishReason, Request, TokenArray, TokenLogprobs, Update
 from planner.schedule import Schedule
 from planner.sequence import Family, Sequence, accept
 from planner.step import Chunk, ChunkOutput, Step, StepResult, check_result
@@ -35,6 +36,13 @@ class _Flight:
 
     step: Step
     sequences: tuple[Sequence, ...]
+
+
+class Held(NamedTuple):
+    """int64[n] tokens of a sequence and the int32[n] cells that hold them; read-only, until the next step is planned."""
+
+    tokens: TokenArray
+    cells: CellArray
 
 
 class Planner:
@@ -165,6 +173,25 @@ class Planner:
             else:
                 self._apply(sequence, chunk, outcome, updates)
         return updates
+
+    def held(self, request_id: int, index: int = 0) -> Held | None:
+        """What a running sequence has committed; None for one that waits, has ended or never was."""
+        family = self._families.get(request_id)
+        sequence = None if family is None else family.live.get(index)
+        if sequence is None or sequence.cells_id is None or self._memory.is_returning(sequence):
+            return None
+        length = sequence.num_computed
+        return Held(sequence.tokens.view(0, length), self._memory.cells(sequence)[:length])
+
+    def receive(self, tokens: TokenArray, fill: Callable[[int, CellArray], None]) -> int:
+        """Make int64[n] tokens resident whose keys and values come from elsewhere; a continuation of them then finds them
+        as it finds any prefix.
+
+        `fill(start, cells)` puts those of positions from `start` on into int32[n - start] cells; where it raises, nothing
+        has changed. Returns how many positions came from elsewhere: 0 where all are resident, or where there is no room
+        for them or no prefix cache, and `fill` is not called then.
+        """
+        return self._memory.receive(tokens, fill)
 
     def snapshot(self) -> Snapshot:
         """The state between two calls; O(running sequences)."""
