@@ -39,7 +39,7 @@ class _Flight:
 
 
 class Held(NamedTuple):
-    """int64[n] tokens of a sequence and the int32[n] cells that hold them; read-only, until the next step is planned."""
+    """int64[n] tokens of a sequence and the int32[n] cells that hold them; read-only, until the next plan."""
 
     tokens: TokenArray
     cells: CellArray
@@ -184,11 +184,11 @@ class Planner:
         return Held(sequence.tokens.view(0, length), self._memory.cells(sequence)[:length])
 
     def receive(self, tokens: TokenArray, fill: Callable[[int, CellArray], None]) -> int:
-        """Make int64[n] tokens resident whose keys and values come from elsewhere; a continuation of them then finds them
-        as it finds any prefix.
+        """Make int64[n] tokens resident whose keys and values come from elsewhere; a continuation of them then finds
+        them as it finds any prefix.
 
-        `fill(start, cells)` puts those of positions from `start` on into int32[n - start] cells; where it raises, nothing
-        has changed. Returns how many positions came from elsewhere: 0 where all are resident, or where there is no room
+        `fill(start, cells)` puts those of positions from `start` on into int32[n - start] cells; where it raises,
+        nothing has changed. Returns how many positions came from elsewhere: 0 where all are resident, or where there is no room
         for them or no prefix cache, and `fill` is not called then.
         """
         return self._memory.receive(tokens, fill)

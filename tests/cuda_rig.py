@@ -19,6 +19,7 @@ from planner.request import Request, Update
 from planner.step import Step
 from tests.decode_reference import random_weights
 from worker.attention import TorchAttention
+from worker.cell_image import CellLayout
 from worker.cuda_decode import CudaDecode, Steps
 from worker.cuda_executor import CudaExecutor
 from worker.cuda_prefill import PrefillChain
@@ -26,13 +27,14 @@ from worker.decode_shape import decode_shape
 from worker.executor import Executor, ProgramInfo
 from worker.forwards import EagerForwards
 from worker.graphs import DecodeGraphs, Draw
-from worker.kv_pool import KvPool
+from worker.kv_pool import KvPool, bytes_per_cell
 from worker.masks import MaskMaker
 from worker.models.config import ModelConfig
 from worker.models.decoder import Decoder
 from worker.models.rope import Rope
 from worker.models.rope_tables import rope_tables
 from worker.pool_growth import PoolGrowth
+from worker.pool_port import PoolPort, TorchMover
 from worker.swap import HostSwap, SwapSpace
 from worker.torch_executor import TorchExecutor
 
@@ -89,7 +91,8 @@ class Model:
             name="tiny", architecture=config.architecture, vocab_size=config.vocab_size, context=CONTEXT,
             max_prefill_tokens=max_prefill_tokens, min_prefill_tokens=2, widths=widths, num_cells=num_cells,
             num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            dtype=str(self.dtype), device=str(DEVICE), bytes_per_cell=1, **changes,
+            dtype=str(self.dtype), device=str(DEVICE), **changes,
+            bytes_per_cell=bytes_per_cell(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype),
         )  # fmt: skip
 
     def pool(self, num_cells: int, kind: type[KvPool] = KvPool) -> KvPool:
@@ -139,7 +142,16 @@ def cuda_executor(
     chain = PrefillChain(config, model.decoder.weights, model.rotary, pool)
     swap = swap_space(info, pool)
     growth = PoolGrowth(pool, num_cells, lambda: rebind(pool, decode, swap))
-    return CudaExecutor(info, model.decoder, prefill(chain), decode, swap, growth, grammars)
+    port = pool_port(pool, CellLayout.of(info), growth)
+    return CudaExecutor(info, model.decoder, prefill(chain), decode, swap, growth, grammars, port)
+
+
+def pool_port(pool: KvPool, layout: CellLayout, growth: PoolGrowth) -> PoolPort:
+    if INTERPRETED:
+        return PoolPort(TorchMover(pool), layout, growth.make_room)
+    from worker.cuda_mover import CudaMover
+
+    return PoolPort(CudaMover(pool), layout, growth.make_room)
 
 
 def rebind(pool: KvPool, decode: CudaDecode, swap: SwapSpace | None) -> None:

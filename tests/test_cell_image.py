@@ -12,11 +12,11 @@ import torch
 from planner.errors import InvalidCellImage
 from planner.planner import Planner
 from planner.request import CellArray
-from tests.planner_life import new_life
 from tests.fakes import fake_request
+from tests.planner_life import new_life
 from tests.tiny_models import greedy_answer, save_tiny_model
 from tests.torch_rig import Rig, executor_of, load, request
-from worker.cell_image import CellImage, CellLayout
+from worker.cell_image import CellImage, CellLayout, CellPort
 from worker.kv_pool import KvPool
 from worker.pool_port import PoolPort, TorchMover
 
@@ -76,7 +76,7 @@ def test_an_image_that_does_not_fit_is_refused_with_the_numbers(
     assert torch.equal(pool.keys, before)
 
 
-def moved(source: Planner, request_id: int, outgoing: PoolPort, target: Planner, incoming: PoolPort) -> int:
+def moved(source: Planner, request_id: int, outgoing: CellPort, target: Planner, incoming: CellPort) -> int:
     held = source.held(request_id)
     assert held is not None
     tokens, image = held.tokens.copy(), outgoing.export(held.cells)
@@ -87,7 +87,9 @@ def test_an_answer_goes_on_at_another_worker_without_computing_its_past_again(tm
     model = save_tiny_model("llama", tmp_path)
     program = load(str(tmp_path))
     first, second = Rig(executor_of(program, 80)), Rig(executor_of(program, 90))
-    ports = [PoolPort(TorchMover(rig.pool), CellLayout.of(program.info)) for rig in (first, second)]
+    outgoing, incoming = first.executor.port, second.executor.port
+    assert outgoing is not None
+    assert incoming is not None
     second.answer([request([9, 9, 9], 4)])
     prompt = list(range(5, 25))
     expected = greedy_answer(model, prompt, 12)
@@ -100,7 +102,7 @@ def test_an_answer_goes_on_at_another_worker_without_computing_its_past_again(tm
         news += first.planner.commit(step, first.executor.collect())
     said = [token for update in news for token in update.tokens]
     assert said == expected[:5]
-    assert moved(first.planner, request_id, ports[0], second.planner, ports[1]) == len(prompt) + 4
+    assert moved(first.planner, request_id, outgoing, second.planner, incoming) == len(prompt) + 4
     second.planner.check()
     before = second.planner.metrics.num_tokens.total()
     assert second.answer([request([*prompt, *said], 7)]) == [[expected[5:]]]

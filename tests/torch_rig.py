@@ -13,9 +13,11 @@ from planner.planner import Planner
 from planner.request import Request, SamplingParams, Update
 from planner.slices import Method, Slice
 from planner.step import Chunk, ChunkOutput, Step
+from worker.cell_image import CellLayout
 from worker.config import EngineConfig
 from worker.cpu_forwards import forwards_of
 from worker.kv_pool import KvPool
+from worker.pool_port import PoolPort, TorchMover
 from worker.program import Program, load_program
 from worker.swap import HostSwap
 from worker.torch_executor import TorchExecutor
@@ -45,7 +47,8 @@ def executor_of(
     decoder = program.decoder
     pool = KvPool(info.num_layers, capacity, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     swap = HostSwap(pool, swap_blocks, swap_block_cells) if swap_blocks else None
-    return TorchExecutor(info, forwards_of(decoder, pool), swap)
+    port = PoolPort(TorchMover(pool), CellLayout.of(info))
+    return TorchExecutor(info, forwards_of(decoder, pool), swap, port=port)
 
 
 class Rig:

@@ -22,6 +22,7 @@ from planner.slices import Method, Slice
 from planner.step import Chunk, Step, StepResult
 from worker.attention import Span
 from worker.batch import Batch, Piece, cut, selector
+from worker.cell_image import CellPort
 from worker.cuda_decode import CudaDecode
 from worker.cuda_outcomes import Drawn, StepRun
 from worker.cuda_prefill import PrefillChain
@@ -60,12 +61,14 @@ class CudaExecutor:
         swap: SwapSpace | None = None,
         growth: PoolGrowth | None = None,
         grammars: MaskMaker | None = None,
+        port: CellPort | None = None,
     ) -> None:
         """`swap` has as many blocks as `info` says; None for none. `growth` is of a pool that may not have
         all its cells yet; None where it has. `grammars` are the executor's own from here on; without
         them no request can have one."""
         self._info = info
         self._swap = swap
+        self._port = port
         self._growth = growth
         self._decoder = decoder
         self._prefill = prefill
@@ -84,6 +87,11 @@ class CudaExecutor:
     @property
     def num_beats(self) -> int:
         return 0  # its steps are short
+
+    @property
+    def port(self) -> CellPort | None:
+        """Where sequences' cells leave the pool and enter it, between two steps; None where they cannot."""
+        return self._port
 
     @property
     def max_steps_in_flight(self) -> int:

@@ -21,9 +21,11 @@ from planner.errors import InvalidConfiguration
 from planner.request import SamplingParams
 from planner.slices import Method, Slice
 from planner.step import Chunk, Step, SwapIn, SwapOut
+from worker.cell_image import CellLayout
 from worker.config import EngineConfig
 from worker.cuda_decode import CudaDecode
 from worker.cuda_executor import CudaExecutor
+from worker.cuda_mover import CudaMover
 from worker.cuda_prefill import PrefillChain
 from worker.cuda_swap import PinnedSwap
 from worker.executor import ProgramInfo
@@ -33,6 +35,7 @@ from worker.masks import MaskMaker
 from worker.models.decoder import Decoder
 from worker.models.rope_tables import rope_tables
 from worker.pool_growth import PoolGrowth
+from worker.pool_port import PoolPort
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +100,9 @@ def make_cuda_executor(
         if swap is not None:
             swap.rebind(_copier(pool))
 
-    return CudaExecutor(info, decoder, prefill, decode, swap, PoolGrowth(pool, info.num_cells, moved), grammars)
+    growth = PoolGrowth(pool, info.num_cells, moved)
+    port = PoolPort(CudaMover(pool), CellLayout.of(info), growth.make_room)
+    return CudaExecutor(info, decoder, prefill, decode, swap, growth, grammars, port)
 
 
 def _copier(pool: KvPool) -> CellCopier:

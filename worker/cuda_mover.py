@@ -11,8 +11,8 @@ from worker.kv_pool import KvPool
 
 
 class CudaMover:
-    """A `worker.pool_port.CellMover`. Ordered on the current stream. Views of the pool are taken at each call: a pool may
-    have grown, and beside a transfer between workers they cost nothing."""
+    """A `worker.pool_port.CellMover`. Ordered on the current stream. Views of the pool are taken at each call: a
+    pool may have grown, and beside a transfer between workers they cost nothing."""
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool

@@ -1,11 +1,12 @@
 """A pool's port: cells out to plain bytes and in again, piece by piece. See `worker.cell_image`.
 
-Used when a sequence moves between workers, which waits for the network anyway; so it waits for the device too. What must
-run behind the model's kernels is `worker.cuda_swap`.
+Used when a sequence moves between workers, which waits for the network anyway; so it waits for the device too. What
+must run behind the model's kernels is `worker.cuda_swap`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -31,9 +32,14 @@ class CellMover(Protocol):
 class PoolPort:
     """A `worker.cell_image.CellPort`. The pool may grow between calls."""
 
-    def __init__(self, mover: CellMover, layout: CellLayout) -> None:
+    def __init__(
+        self, mover: CellMover, layout: CellLayout, make_room: Callable[[int], None] = lambda num_cells: None
+    ) -> None:
+        """`make_room` has the pool hold at least so many cells before any beyond its end is filled; `fill` raises what
+        it raises."""
         self._mover = mover
         self._layout = layout
+        self._make_room = make_room
 
     @property
     def layout(self) -> CellLayout:
@@ -50,6 +56,8 @@ class PoolPort:
 
     def fill(self, cells: CellArray, image: CellImage) -> None:
         image.check(self._layout, cells)
+        if len(cells):
+            self._make_room(int(cells.max()) + 1)
         planes = image.data.reshape(2 * self._layout.num_layers, len(cells), -1) if len(cells) else image.data
         with torch.inference_mode():
             for first in range(0, len(cells), _PIECE_CELLS):

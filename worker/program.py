@@ -10,6 +10,7 @@ import torch
 
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, UnsupportedModel
 from planner.limits import SWAP_BLOCK_CELLS
+from worker.cell_image import CellLayout
 from worker.config import CPU_PREFILL_TOKENS, CPU_SWAP_SPACE, GPU_PREFILL_TOKENS, GPU_SWAP_SPACE, EngineConfig
 from worker.cpu_forwards import forwards_of
 from worker.executor import Executor, ProgramInfo
@@ -21,6 +22,7 @@ from worker.models.dummy_weights import dummy_weights
 from worker.models.gguf_source import GgufSource
 from worker.models.safetensors_source import SafetensorsSource
 from worker.models.weights import DecoderWeights, TensorSource, load_weights
+from worker.pool_port import PoolPort, TorchMover
 from worker.swap import HostSwap, blocks_in
 from worker.torch_executor import TorchExecutor
 from worker.vocabulary import VocabularySource
@@ -59,7 +61,8 @@ def build_executor(config: EngineConfig, vocabulary: VocabularySource | None = N
         )
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     swap = HostSwap(pool, info.swap_blocks, info.swap_block_cells) if info.swap_blocks else None
-    return TorchExecutor(info, forwards_of(decoder, pool), swap, grammars)
+    port = PoolPort(TorchMover(pool), CellLayout.of(info))
+    return TorchExecutor(info, forwards_of(decoder, pool), swap, grammars, port)
 
 
 def _masks(vocabulary: VocabularySource | None) -> MaskMaker:

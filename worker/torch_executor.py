@@ -17,6 +17,7 @@ from planner.request import Request, TokenLogprobs
 from planner.slices import Slice
 from planner.step import Chunk, ChunkOutput, Step, StepResult
 from worker.batch import Batch, Piece, cut, selector
+from worker.cell_image import CellPort
 from worker.cpu_race import compile_cpu_race
 from worker.executor import ProgramInfo
 from worker.forwards import Forwards, SelectedLogits
@@ -56,6 +57,7 @@ class TorchExecutor:
         forwards: Forwards,
         swap: SwapSpace | None = None,
         grammars: MaskMaker | None = None,
+        port: CellPort | None = None,
     ) -> None:
         """`forwards`: of the program that `info` describes; `swap`: with as many blocks as it says, None for none. On
         the CPU this compiles a kernel, once a machine. `grammars` are the executor's own from here on; without them no
@@ -63,6 +65,7 @@ class TorchExecutor:
         self._info = info
         self._forwards = forwards
         self._swap = swap
+        self._port = port
         self._race = compile_cpu_race() if info.device == "cpu" else torch_race
         self._grammars = grammars or NoMasks()
         self._side = ThreadPoolExecutor(1, thread_name_prefix="masks")  # computes masks while a forward runs
@@ -72,6 +75,11 @@ class TorchExecutor:
     @property
     def info(self) -> ProgramInfo:
         return self._info
+
+    @property
+    def port(self) -> CellPort | None:
+        """Where sequences' cells leave the pool and enter it, between two steps; None where they cannot."""
+        return self._port
 
     @property
     def max_steps_in_flight(self) -> int:
