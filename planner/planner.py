@@ -188,8 +188,8 @@ class Planner:
         them as it finds any prefix.
 
         `fill(start, cells)` puts those of positions from `start` on into int32[n - start] cells; where it raises,
-        nothing has changed. Returns how many positions came from elsewhere: 0 where all are resident, or where there is no room
-        for them or no prefix cache, and `fill` is not called then.
+        nothing has changed. Returns how many positions came from elsewhere: 0, without a call of `fill`, where all are
+        resident, or where there is no room for them or no prefix cache.
         """
         return self._memory.receive(tokens, fill)
 

@@ -75,5 +75,5 @@ class CellPort(Protocol):
         ...
 
     def fill(self, cells: CellArray, image: CellImage) -> None:
-        """Put an image's cells into int32[n] cells, no two alike. Raises `InvalidCellImage`, and nothing has changed."""
+        """Put an image's cells into int32[n] cells, no two alike. Raises `InvalidCellImage`; nothing has changed."""
         ...
