@@ -7,10 +7,11 @@ Choices are numbered prompt by prompt. Whatever ends the answer early (a refusal
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cluster.choice import Choice, Echo, Ending, Piece, ScoredToken
+from cluster.choice import Choice, Echo, Ending, Piece, ScoredToken, TextRules
 from cluster.detokeniser import Detokeniser
 from cluster.fleet import Fleet, Generation
 from cluster.requests import ChoicePlan
@@ -28,6 +29,21 @@ class TokenCounts:
     cached: int
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTold:
+    """A prompt's tokens, and their log probabilities where they were asked for and have come; the first has none."""
+
+    ids: tuple[int, ...]
+    scores: tuple[TokenLogprobs, ...]
+
+
+def mean_logprob(pieces: Sequence[Piece]) -> float:
+    """Of a choice's tokens; of none the worst."""
+    found = [score.logprobs.logprob for piece in pieces for score in piece.scores]
+    known = [logprob for logprob in found if logprob is not None]
+    return sum(known) / len(known) if known else -math.inf
+
+
 class Answer:
     """Owner: the task that serves the HTTP request; only it calls anything here."""
 
@@ -36,23 +52,41 @@ class Answer:
         fleet: Fleet,
         text: TextModel,
         plans: Sequence[ChoicePlan],
-        stops: tuple[str, ...],
+        rules: TextRules,
         *,
         scored: bool,
-        marks: frozenset[int] = frozenset(),
     ) -> None:
-        """`marks` are special tokens that the text shows."""
         self._fleet = fleet
         self._parts: list[_Part] = []
         for plan in plans:
             first = sum(part.plan.n for part in self._parts)
-            choices = [Choice(first + i, text.tokens, stops, scored=scored, marks=marks) for i in range(plan.n)]
+            choices = [Choice(first + i, text.tokens, rules, scored=scored) for i in range(plan.n)]
             self._parts.append(_Part(plan, choices, text))
         self._failure: RaycombError | None = None
 
     @property
     def num_choices(self) -> int:
         return sum(part.plan.n for part in self._parts)
+
+    def prompt_of(self, index: int) -> PromptTold:
+        """The prompt of the index-th choice that is told."""
+        for part in self._parts:
+            if index < part.plan.num_told:
+                return PromptTold(tuple(part.plan.prompt.ids), tuple(part.prompt_scores()))
+            index -= part.plan.num_told
+        raise IndexError(index)
+
+    def best(self, choices: Sequence[Sequence[Piece]]) -> list[Sequence[Piece]]:
+        """Of each prompt's choices those with the likeliest tokens, as many as are told; they are numbered anew."""
+        told: list[Sequence[Piece]] = []
+        first = 0
+        for part in self._parts:
+            mine = list(choices[first : first + part.plan.n])
+            first += part.plan.n
+            if part.plan.num_told < part.plan.n:
+                mine = sorted(mine, key=mean_logprob, reverse=True)[: part.plan.num_told]
+            told += mine
+        return [[replace(piece, index=index) for piece in pieces] for index, pieces in enumerate(told)]
 
     @property
     def finished(self) -> bool:
@@ -181,14 +215,19 @@ class _Part:
             self._waiting.cancel()
         return self._waiting
 
+    def prompt_scores(self, index: int = 0) -> list[TokenLogprobs]:
+        """One for each token of the prompt, the first without a log probability; none where they did not come."""
+        scores = self._prompt_scores.get(index) or self._prompt_scores.get(0, [])
+        if len(scores) == len(self.plan.prompt.ids) - 1:  # nothing precedes the first token, so it has no score
+            return [TokenLogprobs(self.plan.prompt.ids[0], None), *scores]
+        return scores
+
     def _echo(self, index: int) -> Echo:
         prompt = self.plan.prompt
         text = self._text.decode(prompt.ids) if prompt.text is None else prompt.text
-        scores = self._prompt_scores.get(index) or self._prompt_scores.get(0, [])
-        if not scores:
+        scores = self.prompt_scores(index)
+        if not scores or not self.plan.scores_echo:
             return Echo(text)
-        if len(scores) == len(prompt.ids) - 1:  # nothing precedes the first token, so it has no score
-            scores = [TokenLogprobs(prompt.ids[0], None), *scores]
         offsets = _offsets(self._text, prompt.ids, prompt.num_added)
         ends = len(text)
         return Echo(text, tuple(ScoredToken(s, min(at, ends)) for s, at in zip(scores, offsets, strict=True)))

@@ -10,13 +10,13 @@ from cluster.fleet import Fleet, ServedModel
 from cluster.headers import Terms
 from cluster.message_reader import NewReader
 from cluster.prompts import PromptEncoder
-from cluster.requests import on_terms, plan_chat, plan_completion, served_name
+from cluster.requests import Extras, on_terms, plan_chat, plan_completion, served_name, text_rules
 from cluster.side_threads import SideThreads
-from cluster.structured import FormReader, requested_form
+from cluster.structured import Form, FormReader, requested_form
 from cluster.talk import plan_talk
 from cluster.text import TextModel
 from planner.errors import InvalidRequest, Unavailable
-from protos.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from protos.openai import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeChatBody, TokenizeTextBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ class AnswerMaker:
         model, name = self.model(body.model)
         text = self.service.text
         prompts = await self._prompts.completion(body, model.context)
-        grammar = await self._forms.checked(requested_form(body))
-        plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings, grammar))
-        scored = body.logprobs is not None
-        return Answer(self.service.fleet, text, plans, body.stop_strings, scored=scored), name
+        extras = await self._extras(body, requested_form(body))
+        plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings, extras))
+        scored = body.logprobs is not None or body.num_made > body.n
+        return Answer(self.service.fleet, text, plans, text_rules(body, body.logprobs), scored=scored), name
 
     async def chat(self, body: ChatBody, terms: Terms) -> tuple[Answer, str, NewReader | None]:
         """The answer to a conversation, the name to answer with, and what reads calls and thoughts out of its text.
@@ -76,11 +76,16 @@ class AnswerMaker:
         talk = plan_talk(body, text, prompt.ids)
         for part in talk.parts:
             await self._forms.checked(part)
-        grammar = await self._forms.checked(talk.form)
-        plans = on_terms(terms, plan_chat(body, prompt, model, text.eos_ids, self.service.settings, grammar))
+        extras = await self._extras(body, talk.form)
+        plans = on_terms(terms, plan_chat(body, prompt, model, text.eos_ids, self.service.settings, extras))
         marks = frozenset(text.marks.values()) if talk.new_reader is not None else frozenset()
-        answer = Answer(self.service.fleet, text, plans, body.stop_strings, scored=body.logprobs, marks=marks)
+        rules = text_rules(body, body.top_logprobs or 0, marks)
+        answer = Answer(self.service.fleet, text, plans, rules, scored=body.logprobs)
         return answer, name, talk.new_reader
+
+    async def _extras(self, body: GenerationBody, form: Form | None) -> Extras:
+        """Raises `InvalidRequest` where the form cannot be kept to."""
+        return Extras(await self._forms.checked(form), self._prompts.bad_words(body.bad_words))
 
     async def token_ids(self, body: TokenizeTextBody | TokenizeChatBody) -> list[int]:
         """Token ids of a text or of a conversation's prompt."""

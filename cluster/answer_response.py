@@ -96,7 +96,7 @@ class AnswerResponse(Response):
         while not self._answer.finished:
             for piece in await self._answer.next(self._delivery.keepalive_s):
                 choices[piece.index].append(piece)
-        return self._voice.whole(choices, self._answer.counts())
+        return self._voice.whole(self._answer.best(choices), self._answer.counts())
 
     async def _send_events(self, send: Send) -> bytes:
         """Send the answer as it grows; returns the events that close the stream."""

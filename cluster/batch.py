@@ -16,11 +16,14 @@ from cluster.choice import Choice, Ending, ScoredToken
 from cluster.fleet import ServedModel
 from cluster.offline_engine import OfflineEngine
 from cluster.prompts import EncodedPrompt
-from cluster.requests import ChoicePlan, plan_completion
+from cluster.requests import ChoicePlan, Extras, plan_completion, text_rules
+from cluster.structured import check_form, requested_form
 from cluster.text import TextModel
 from planner.errors import InvalidRequest, RaycombError, RequestFailed, RequestRefused
 from planner.request import FinishReason, Request, Update
 from protos.openai import CompletionBody
+
+_ONLY_ONLINE = ("bad_words", "truncate_prompt_tokens", "best_of", "prompt_logprobs", "return_token_ids")
 
 
 @dataclass(slots=True)
@@ -113,16 +116,24 @@ class Batch:
                 continue
             assert plan.request is not None, "without echo something is always generated"
             scored = body.logprobs is not None
-            choices = [Choice(i, self._text.tokens, body.stop_strings, scored=scored) for i in range(plan.n)]
+            choices = [
+                Choice(i, self._text.tokens, text_rules(body, body.logprobs), scored=scored) for i in range(plan.n)
+            ]
             self._open[line.number] = _Open(line, list(map(_Grown, choices)), scored)
             self.totals.prompt_tokens += len(plan.prompt.ids)
             yield line.number, plan.request
 
     def _plan(self, body: CompletionBody) -> ChoicePlan:
+        for name in _ONLY_ONLINE:
+            if getattr(body, name):
+                raise InvalidRequest(f"{name} is not supported in a batch file", param=name)
         ids = [token for token in body.prompt if isinstance(token, int)]
         if isinstance(body.prompt, str):
             ids = self._text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-        (plan,) = plan_completion(body, [EncodedPrompt(ids)], self._model, self._text.eos_ids, self._settings)
+        if (form := requested_form(body)) is not None:
+            check_form(form)
+        extras = Extras(None if form is None else form.grammar)
+        (plan,) = plan_completion(body, [EncodedPrompt(ids)], self._model, self._text.eos_ids, self._settings, extras)
         return plan
 
     def _take(self, entry: _Open, update: Update) -> None:

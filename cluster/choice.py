@@ -52,24 +52,31 @@ class Echo:
     scores: tuple[ScoredToken, ...] = ()
 
 
-class Choice:
-    """Owner: the answer it belongs to. `index` is the choice's place in the whole answer; `marks` are special tokens
-    that its text shows."""
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How tokens become the text that is shown.
 
-    def __init__(
-        self,
-        index: int,
-        tokens: TokenBytes,
-        stops: tuple[str, ...],
-        *,
-        scored: bool,
-        marks: frozenset[int] = frozenset(),
-    ) -> None:
+    `stops` end it, and are shown where `keeps_stop`, but not before `min_tokens` tokens have come. `marks` are special
+    tokens that are shown. `num_top`: so many alternatives of each token are told; None: all that came.
+    """
+
+    stops: tuple[str, ...] = ()
+    keeps_stop: bool = False
+    min_tokens: int = 0
+    marks: frozenset[int] = frozenset()
+    num_top: int | None = None
+
+
+class Choice:
+    """Owner: the answer it belongs to. `index` is the choice's place in the whole answer."""
+
+    def __init__(self, index: int, tokens: TokenBytes, rules: TextRules, *, scored: bool) -> None:
         self.index = index
         self.num_tokens = 0
         self.ended = False
-        self._detokeniser = Detokeniser(tokens, marks=marks)
-        self._stops = StopStrings(stops) if stops else None
+        self._detokeniser = Detokeniser(tokens, marks=rules.marks)
+        self._rules = rules
+        self._stops = StopStrings(rules.stops, kept=rules.keeps_stop) if rules.stops else None
         self._scored = scored
         self._waiting: deque[ScoredToken] = deque()
         self._known = 0  # characters decoded so far, the echo included
@@ -100,9 +107,9 @@ class Choice:
         for position, token in enumerate(update.tokens):
             self.num_tokens += 1
             if self._scored:
-                self._waiting.append(ScoredToken(update.logprobs[position], self._known))
+                self._waiting.append(ScoredToken(self._trimmed(update.logprobs[position]), self._known))
             last = position == len(update.tokens) - 1
-            hidden = last and update.finish_reason is FinishReason.STOP
+            hidden = last and update.finish_reason is FinishReason.STOP and not self._rules.keeps_stop
             scan = self._scan("" if hidden else self._detokeniser.add(token))
             shown.append(scan.text)
             if scan.stopped:
@@ -116,7 +123,13 @@ class Choice:
 
     def _scan(self, piece: str) -> Scan:
         self._known += len(piece)
-        return self._stops.push(piece) if self._stops is not None else Scan(piece, stopped=False)
+        if self._stops is None or self.num_tokens <= self._rules.min_tokens:
+            return Scan(piece, stopped=False)
+        return self._stops.push(piece)
+
+    def _trimmed(self, score: TokenLogprobs) -> TokenLogprobs:
+        num_top = self._rules.num_top
+        return score if num_top is None else TokenLogprobs(score.token, score.logprob, score.top[:num_top])
 
     def _finish(self) -> Scan:
         """The text that is left when the sequence has ended: half a character, and what might have become a stop."""

@@ -9,7 +9,7 @@ from typing import Final
 from cluster.answer import TokenCounts
 from cluster.choice import Ending, Piece, ScoredToken
 from cluster.detokeniser import TokenBytes
-from cluster.voices import finite
+from cluster.prompt_voice import finite
 from protos import inference_pb2 as pb
 
 _REASONS: Final = {Ending.STOP: pb.FINISH_REASON_STOP, Ending.LENGTH: pb.FINISH_REASON_LENGTH}

@@ -21,6 +21,7 @@ from cluster.bodies import parse_object, read_body, validate
 from cluster.errors import error_envelope
 from cluster.headers import DEADLINE, REQUEST_ID, TENANT, ApiKeys, Terms, account, terms
 from cluster.http_guard import Guard
+from cluster.prompt_voice import PromptVoice
 from cluster.voices import ChatVoice, CompletionVoice
 from planner.errors import RaycombError, Unavailable
 from protos import openai_answers as wire
@@ -91,14 +92,22 @@ class _Endpoints:
         agreed = self._terms(request)
         body = await self._body(request, lambda value: validate(CompletionBody, value))
         answer, name = await self._maker.completion(body, agreed)
-        voice = CompletionVoice(name, self._tokens, scored=body.logprobs is not None)
+        voice = CompletionVoice(
+            name, self._tokens, PromptVoice(answer, self._tokens, body), scored=body.logprobs is not None
+        )
         return AnswerResponse(answer, voice, self._delivery(agreed, body))
 
     async def chat_completions(self, request: Request) -> Response:
         agreed = self._terms(request)
         body = await self._body(request, lambda value: validate(ChatBody, value))
         answer, name, new_reader = await self._maker.chat(body, agreed)
-        voice = ChatVoice(name, self._tokens, scored=body.logprobs, new_reader=new_reader)
+        voice = ChatVoice(
+            name,
+            self._tokens,
+            PromptVoice(answer, self._tokens, body),
+            scored=body.logprobs,
+            new_reader=new_reader,
+        )
         return AnswerResponse(answer, voice, self._delivery(agreed, body))
 
     async def models(self) -> Response:

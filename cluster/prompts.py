@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster.side_threads import SideThreads
 from cluster.text import TextModel
 from planner.errors import ContextLengthExceeded, InvalidRequest
-from protos.openai import ChatBody, CompletionBody
+from protos.openai import ChatBody, CompletionBody, GenerationBody
 from protos.openai_messages import Conversation
 
 
@@ -30,6 +30,10 @@ class PromptEncoder:
 
     async def completion(self, body: CompletionBody, context: int) -> list[EncodedPrompt]:
         """The prompts of a text completion, in order. Raises `ContextLengthExceeded` where a text cannot fit."""
+        prompts = await self._completion(body, None if body.truncate_prompt_tokens is not None else context)
+        return [_truncated(prompt, body, context) for prompt in prompts]
+
+    async def _completion(self, body: CompletionBody, context: int | None) -> list[EncodedPrompt]:
         given = body.prompt
         if isinstance(given, str):
             given = [given]
@@ -49,7 +53,9 @@ class PromptEncoder:
     async def chat(self, body: ChatBody, context: int) -> EncodedPrompt:
         """The prompt of a conversation, as the model's chat template writes it."""
         special = body.add_special_tokens is True
-        return EncodedPrompt(await self.conversation(body, context=context, add_special_tokens=special))
+        limit = None if body.truncate_prompt_tokens is not None else context
+        ids = await self.conversation(body, context=limit, add_special_tokens=special)
+        return _truncated(EncodedPrompt(ids), body, context)
 
     async def conversation(self, body: Conversation, *, context: int | None, add_special_tokens: bool) -> list[int]:
         """Token ids of a conversation's prompt. With `context`, one that cannot fit is refused before tokenising."""
@@ -67,8 +73,7 @@ class PromptEncoder:
                 options=body.chat_template_kwargs,
                 tools=tools,
             )
-            if context is not None:
-                self._refuse_hopeless(text, context, "messages")
+            self._refuse_hopeless(text, context, "messages")
             return self._text.encode(text, add_special_tokens=add_special_tokens)
 
         return await self._threads.run(sum(len(message["content"]) for message in messages), write)
@@ -88,9 +93,33 @@ class PromptEncoder:
         bare = self._text.encode("", add_special_tokens=special)
         return EncodedPrompt(ids, text, num_added=len(bare) if ids[: len(bare)] == bare else 0)
 
-    def _refuse_hopeless(self, text: str, context: int, param: str) -> None:
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as tokens, at the head of a text, behind a space and in the middle of a text."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            spelled = (self._text.encode(one, add_special_tokens=False) for one in (word, f" {word.lstrip()}"))
+            found |= dict.fromkeys(tuple(ids) for ids in (*spelled, self._text.encode_after(word)) if ids)
+        return tuple(found)
+
+    def _refuse_hopeless(self, text: str, context: int | None, param: str) -> None:
+        if context is None:
+            return
         least = self._text.tokens.least(text)
         if least >= context:
             raise ContextLengthExceeded(
                 f"the prompt has at least {least} tokens; the context length is {context}", param=param
             )
+
+
+def _truncated(prompt: EncodedPrompt, body: GenerationBody, context: int) -> EncodedPrompt:
+    """The prompt's last tokens, as many as `truncate_prompt_tokens` says; -1: as many as leave room for the answer."""
+    kept = body.truncate_prompt_tokens
+    if kept is None:
+        return prompt
+    if kept > context:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {kept}; the context length is {context}", param="truncate_prompt_tokens"
+        )
+    if kept == -1:
+        kept = max(1, context - max(1, body.max_tokens or 1))
+    return prompt if len(prompt.ids) <= kept else EncodedPrompt(prompt.ids[-kept:])

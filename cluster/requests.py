@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cluster.api_settings import ApiSettings
+from cluster.choice import TextRules
 from cluster.fleet import ServedModel
 from cluster.headers import Terms
 from cluster.prompts import EncodedPrompt
@@ -19,12 +20,25 @@ from protos.openai import ChatBody, CompletionBody, GenerationBody
 
 @dataclass(frozen=True, slots=True)
 class ChoicePlan:
-    """One prompt and what becomes of it. `request` None: nothing is generated (echo with max_tokens 0)."""
+    """One prompt and what becomes of it. `request` None: nothing is generated (echo with max_tokens 0).
+
+    Of `n` choices the best `num_told` are told. `scores_echo`: the echoed prompt has log probabilities.
+    """
 
     prompt: EncodedPrompt
     request: Request | None
     n: int
+    num_told: int
     echo: bool = False
+    scores_echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What needs the model's text side to be made: a grammar, and words in tokens that no answer may have."""
+
+    grammar: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 def served_name(asked: str | None, model: ServedModel, settings: ApiSettings) -> str:
@@ -43,11 +57,12 @@ def plan_completion(
     model: ServedModel,
     eos_ids: frozenset[int],
     settings: ApiSettings,
-    grammar: str | None = None,
+    extras: Extras | None = None,
 ) -> list[ChoicePlan]:
-    """One plan a prompt, in order; every answer follows `grammar`. Raises `InvalidRequest`; nothing has been sent."""
+    """One plan a prompt, in order; `extras` hold for every answer. Raises `InvalidRequest`; nothing has been sent."""
     _check_counts(body, len(prompts), settings)
-    scores_prompt = body.echo and body.logprobs is not None
+    scores_echo = body.echo and body.logprobs is not None
+    alternatives = _alternatives(body.logprobs, body.prompt_logprobs, ranked=body.num_made > body.n)
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens must be at least 1 unless echo is true", param="max_tokens")
     plans = []
@@ -55,12 +70,12 @@ def plan_completion(
         left = _room(prompt, model, "prompt")
         wanted = min(settings.default_max_tokens, left) if body.max_tokens is None else body.max_tokens
         _check_context(len(prompt.ids), wanted, model, "prompt")
-        runs = wanted > 0 or scores_prompt
+        runs = wanted > 0 or scores_echo or body.prompt_logprobs is not None
         at_least = wanted if runs else 1  # so that what does not run is checked all the same
-        request = _request(
-            body, prompt, at_least, body.logprobs, model, eos_ids, grammar, prompt_logprobs=scores_prompt
+        request = _request(body, prompt, at_least, alternatives, model, eos_ids, extras, prompt_logprobs=scores_echo)
+        plans.append(
+            ChoicePlan(prompt, request if runs else None, body.num_made, body.n, body.echo, scores_echo=scores_echo)
         )
-        plans.append(ChoicePlan(prompt, request if runs else None, body.n, echo=body.echo))
     return plans
 
 
@@ -70,17 +85,29 @@ def plan_chat(
     model: ServedModel,
     eos_ids: frozenset[int],
     settings: ApiSettings,
-    grammar: str | None = None,
+    extras: Extras | None = None,
 ) -> list[ChoicePlan]:
-    """The one plan of a conversation; every answer follows `grammar`. Raises `InvalidRequest`; nothing was sent."""
+    """The one plan of a conversation; `extras` hold for every answer. Raises `InvalidRequest`; nothing was sent."""
     _check_counts(body, 1, settings)
     left = _room(prompt, model, "messages")
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if wanted is None:
         wanted = max(1, min(left, model.capacity - len(prompt.ids)))
     _check_context(len(prompt.ids), wanted, model, "messages")
-    alternatives = (body.top_logprobs or 0) if body.logprobs else None
-    return [ChoicePlan(prompt, _request(body, prompt, wanted, alternatives, model, eos_ids, grammar), body.n)]
+    asked = (body.top_logprobs or 0) if body.logprobs else None
+    alternatives = _alternatives(asked, body.prompt_logprobs)
+    return [ChoicePlan(prompt, _request(body, prompt, wanted, alternatives, model, eos_ids, extras), body.n, body.n)]
+
+
+def text_rules(body: GenerationBody, num_top: int | None, marks: frozenset[int] = frozenset()) -> TextRules:
+    """How the tokens of the body's answers become text; `num_top` alternatives of each are told."""
+    return TextRules(
+        stops=body.stop_strings,
+        keeps_stop=body.include_stop_str_in_output,
+        min_tokens=body.min_tokens,
+        marks=marks,
+        num_top=num_top,
+    )
 
 
 def on_terms(terms: Terms, plans: Sequence[ChoicePlan]) -> list[ChoicePlan]:
@@ -94,14 +121,21 @@ def on_terms(terms: Terms, plans: Sequence[ChoicePlan]) -> list[ChoicePlan]:
 
 
 def _check_counts(body: GenerationBody, num_prompts: int, settings: ApiSettings) -> None:
-    if body.n > settings.max_choices:
-        raise InvalidRequest(f"n must lie in [1, {settings.max_choices}], not {body.n}", param="n")
-    if body.n * num_prompts > settings.max_sequences:
+    made, param = body.num_made, "n" if body.num_made == body.n else "best_of"
+    if made > settings.max_choices:
+        raise InvalidRequest(f"{param} must lie in [1, {settings.max_choices}], not {made}", param=param)
+    if made * num_prompts > settings.max_sequences:
         raise InvalidRequest(
-            f"{num_prompts} prompts with n = {body.n} make {body.n * num_prompts} choices; at most "
+            f"{num_prompts} prompts with {param} = {made} make {made * num_prompts} choices; at most "
             f"{settings.max_sequences} are allowed",
             param="prompt",
         )
+
+
+def _alternatives(asked: int | None, of_prompt: int | None, *, ranked: bool = False) -> int | None:
+    """How many alternatives a worker is to tell at each position; None: no log probabilities at all."""
+    wanted = [number for number in (asked, of_prompt, 0 if ranked else None) if number is not None]
+    return max(wanted, default=None)
 
 
 def _room(prompt: EncodedPrompt, model: ServedModel, param: str) -> int:
@@ -129,13 +163,16 @@ def _request(
     alternatives: int | None,
     model: ServedModel,
     eos_ids: frozenset[int],
-    grammar: str | None,
+    extras: Extras | None,
     *,
     prompt_logprobs: bool = False,
 ) -> Request:
+    grammar, bad_words = (None, ()) if extras is None else (extras.grammar, extras.bad_words)
     vocab_size = model.vocab_size
     if grammar is not None and not eos_ids:
         raise InvalidRequest("this model has no token that ends an answer, so no answer of it can follow a grammar")
+    if grammar is not None and bad_words:
+        raise InvalidRequest("bad_words may leave a form nothing to go on with; ask for one of them", param="bad_words")
     _check_ids(prompt.ids, vocab_size, "prompt")
     _check_ids(body.stop_token_ids, vocab_size, "stop_token_ids")
     stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else eos_ids)
@@ -151,6 +188,7 @@ def _request(
         logit_bias=_logit_bias(body.logit_bias, vocab_size),
         logprobs=alternatives,
         grammar=grammar,
+        bad_words=bad_words,
     )
     return Request(
         prompt=np.asarray(prompt.ids, dtype=np.int64),
@@ -158,9 +196,9 @@ def _request(
         sampling=sampling,
         min_tokens=body.min_tokens,
         stop_token_ids=stops,
-        n=body.n,
+        n=body.num_made,
         priority=body.priority,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=prompt_logprobs or body.prompt_logprobs is not None,
     )
 
 

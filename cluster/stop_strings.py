@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """`text` may be shown. `stopped`: a stop string begins right after it, and the text is over."""
+    """`text` may be shown. `stopped`: a stop string begins right after it, or ends it where it is kept, and the text is
+    over."""
 
     text: str
     stopped: bool
@@ -21,9 +22,11 @@ class Scan:
 class StopStrings:
     """Watches one text. Owner: the choice it belongs to."""
 
-    def __init__(self, strings: Sequence[str]) -> None:
+    def __init__(self, strings: Sequence[str], *, kept: bool = False) -> None:
+        """`kept`: the stop string that ends the text is shown."""
         assert all(strings), "a stop string is not empty"
         self._strings = tuple(strings)
+        self._kept = kept
         self._held = ""
 
     def push(self, piece: str) -> Scan:
@@ -33,19 +36,27 @@ class StopStrings:
         begins before it is still open: "abcd" and "bc" on "abc" wait for the next character.
         """
         text = self._held + piece
-        found = [place for string in self._strings if (place := text.find(string)) >= 0]
+        found = self._matches(text)
         open_at = self._open_at(text)
-        if found and min(found) <= open_at:
+        if found and min(found)[0] <= open_at:
             self._held = ""
-            return Scan(text[: min(found)], stopped=True)
+            return Scan(self._cut(text, found), stopped=True)
         self._held = text[open_at:]
         return Scan(text[:open_at], stopped=False)
 
     def finish(self) -> Scan:
         """No more text comes: what was held back is shown, up to a match that had waited."""
         text, self._held = self._held, ""
-        found = [place for string in self._strings if (place := text.find(string)) >= 0]
-        return Scan(text[: min(found)], stopped=True) if found else Scan(text, stopped=False)
+        found = self._matches(text)
+        return Scan(self._cut(text, found), stopped=True) if found else Scan(text, stopped=False)
+
+    def _matches(self, text: str) -> list[tuple[int, int]]:
+        """Where each stop string that is in the text first begins, and ends."""
+        return [(place, place + len(one)) for one in self._strings if (place := text.find(one)) >= 0]
+
+    def _cut(self, text: str, found: list[tuple[int, int]]) -> str:
+        begin, end = min(found)
+        return text[: end if self._kept else begin]
 
     def _open_at(self, text: str) -> int:
         """Where the earliest suffix begins that is a proper prefix of a stop string; the text's end if none."""

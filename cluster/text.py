@@ -68,20 +68,7 @@ class TextModel:
         inner = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [*self._added.before, *inner, *self._added.after]
 
-    def decode(self, ids: list[int], *, with_special: bool = True) -> str:
-        """Text of `ids`; undoes `encode`."""
-        return detokenise(self.tokens, ids, with_special=with_special)
-
-    def vocabulary(self) -> Vocabulary:
-        """What grammars need to know of the tokens."""
-        tokens = tuple(map(self.tokens.of, range(len(self.tokens))))
-        return Vocabulary(tokens, self.tokens.special, self.eos_ids, self._go_on)
-
-    def detokeniser(self) -> Detokeniser:
-        """A new growing text that continues a prompt."""
-        return Detokeniser(self.tokens)
-
-    def _go_on(self, text: str) -> list[int]:
+    def encode_after(self, text: str) -> list[int]:
         """Token ids of a text that follows another one: without the space that some vocabularies put before it."""
         ids = self.encode(text, add_special_tokens=False)
         if not self.tokens.leading_space:
@@ -89,6 +76,19 @@ class TextModel:
         before = self.encode(_SOMETHING, add_special_tokens=False)
         both = self.encode(_SOMETHING + text, add_special_tokens=False)
         return both[len(before) :] if both[: len(before)] == before else ids
+
+    def decode(self, ids: list[int], *, with_special: bool = True) -> str:
+        """Text of `ids`; undoes `encode`."""
+        return detokenise(self.tokens, ids, with_special=with_special)
+
+    def vocabulary(self) -> Vocabulary:
+        """What grammars need to know of the tokens."""
+        tokens = tuple(map(self.tokens.of, range(len(self.tokens))))
+        return Vocabulary(tokens, self.tokens.special, self.eos_ids, self.encode_after)
+
+    def detokeniser(self) -> Detokeniser:
+        """A new growing text that continues a prompt."""
+        return Detokeniser(self.tokens)
 
 
 def load_text(path: Path) -> TextModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from cluster.answer import TokenCounts
 from cluster.choice import Piece, ScoredToken
@@ -13,10 +13,9 @@ from cluster.detokeniser import TokenBytes
 from cluster.message_parts import Part
 from cluster.message_reader import MessageReader, NewReader
 from cluster.message_wire import delta_of, message_of
+from cluster.prompt_voice import PromptVoice, finite
 from planner.request import TokenLogprobs
 from protos import openai_answers as wire
-
-LOWEST_LOGPROB: Final = -9999.0  # JSON has no infinity; the number that OpenAI's own answers use
 
 
 class Voice(Protocol):
@@ -36,24 +35,36 @@ class Voice(Protocol):
 
 
 class CompletionVoice:
-    """/v1/completions. `scored`: log probabilities were asked for."""
+    """/v1/completions. `scored`: log probabilities were asked for. `prompt`: tells of prompts and token ids."""
 
-    def __init__(self, model: str, tokens: TokenBytes, *, scored: bool) -> None:
+    def __init__(self, model: str, tokens: TokenBytes, prompt: PromptVoice, *, scored: bool) -> None:
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._tokens = tokens
         self._scored = scored
+        self._prompt = prompt
+        self._opened: set[int] = set()
         self._frame = _Frame(self._envelope([]))
 
     def chunk(self, piece: Piece) -> bytes | None:
-        return None if _is_silent(piece) else self._frame.around(self._choice(piece.index, [piece]))
+        if _is_silent(piece) and not (self._prompt.tells_ids and piece.tokens):
+            return None
+        choice = self._choice(piece.index, [piece])
+        if piece.index not in self._opened:
+            self._opened.add(piece.index)
+            choice = choice.model_copy(update=self._prompt.prompt(piece.index))
+        return self._frame.around(choice)
 
     def usage_chunk(self, counts: TokenCounts) -> bytes:
         return self._envelope([], counts).to_json()
 
     def whole(self, choices: Sequence[Sequence[Piece]], counts: TokenCounts) -> bytes:
-        return self._envelope([self._choice(i, pieces) for i, pieces in enumerate(choices)], counts).to_json()
+        told = [
+            self._choice(index, pieces).model_copy(update=self._prompt.prompt(index))
+            for index, pieces in enumerate(choices)
+        ]
+        return self._envelope(told, counts).to_json()
 
     def _envelope(self, choices: list[wire.CompletionChoice], counts: TokenCounts | None = None) -> wire.Completion:
         answer = wire.Completion(
@@ -68,7 +79,7 @@ class CompletionVoice:
             text="".join(piece.text for piece in pieces),
             logprobs=self._logprobs(scores) if self._scored else None,
             finish_reason=_finish_reason(pieces),
-        )
+        ).model_copy(update=self._prompt.tokens(pieces))
 
     def _logprobs(self, scores: Sequence[ScoredToken]) -> wire.CompletionLogprobs:
         return wire.CompletionLogprobs(
@@ -94,12 +105,21 @@ class ChatVoice:
 
     `new_reader` makes what finds thoughts and calls of tools in a choice's text; None: all of it is content."""
 
-    def __init__(self, model: str, tokens: TokenBytes, *, scored: bool, new_reader: NewReader | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokens: TokenBytes,
+        prompt: PromptVoice,
+        *,
+        scored: bool,
+        new_reader: NewReader | None = None,
+    ) -> None:
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._tokens = tokens
         self._scored = scored
+        self._prompt = prompt
         self._new_reader = new_reader or MessageReader
         self._readers: dict[int, MessageReader] = {}  # of the choices that have begun
         self._frame = _Frame(self._chunk())
@@ -107,12 +127,15 @@ class ChatVoice:
     def chunk(self, piece: Piece) -> bytes | None:
         opens = piece.index not in self._readers
         parts = self._read([piece])
-        if not (opens or parts or piece.scores) and piece.ending is None:
+        tells_ids = self._prompt.tells_ids and piece.tokens
+        if not (opens or parts or piece.scores or tells_ids) and piece.ending is None:
             return None
         delta, reason = delta_of(parts, opens=opens), self._finish_reason([piece])
-        return self._frame.around(
-            wire.ChatChunkChoice(index=piece.index, delta=delta, logprobs=self._logprobs([piece]), finish_reason=reason)
+        choice = wire.ChatChunkChoice(
+            index=piece.index, delta=delta, logprobs=self._logprobs([piece]), finish_reason=reason
         )
+        news = self._prompt.tokens([piece]) | (self._prompt.prompt(piece.index) if opens else {})
+        return self._frame.around(choice.model_copy(update=news))
 
     def usage_chunk(self, counts: TokenCounts) -> bytes:
         return self._chunk().model_copy(update={"usage": usage(counts)}).to_json()
@@ -129,16 +152,17 @@ class ChatVoice:
                     message=message_of(parts),
                     logprobs=self._logprobs(pieces),
                     finish_reason=reason,
-                )
+                ).model_copy(update=self._prompt.tokens(pieces))
             )
-        return wire.ChatCompletion(
+        answer = wire.ChatCompletion(
             id=self._id,
             object="chat.completion",
             created=self._created,
             model=self._model,
             choices=told,
             usage=usage(counts),
-        ).to_json()
+        )
+        return answer.model_copy(update=self._prompt.prompt(0)).to_json()
 
     def _read(self, pieces: Sequence[Piece]) -> list[Part]:
         """The parts that the next pieces of one choice turn out to be."""
@@ -202,11 +226,6 @@ def usage(counts: TokenCounts) -> wire.Usage:
         total_tokens=counts.prompt + counts.completion,
         prompt_tokens_details=wire.PromptTokensDetails(cached_tokens=counts.cached),
     )
-
-
-def finite(logprob: float) -> float:
-    """The log probability, with the impossible told as a number that JSON has."""
-    return max(logprob, LOWEST_LOGPROB)
 
 
 def _is_silent(piece: Piece) -> bool:

@@ -34,7 +34,8 @@ class SamplingParams:
 
     `seed` is any 64-bit value; a draw depends on (seed, position) only. `top_k` 0 is off. `logprobs` is the number of
     alternatives to report at each position (0: the chosen token alone; None: nothing). `grammar` is what the answer
-    must follow, in the words of the library that the executor compiles it with; None: it is free.
+    must follow, in the words of the library that the executor compiles it with; None: it is free. No answer has one of
+    the `bad_words`, each given as its token ids.
     """
 
     temperature: float = 1.0
@@ -48,6 +49,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     grammar: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 100.0)
@@ -60,6 +62,8 @@ class SamplingParams:
         _in_range("repetition_penalty", self.repetition_penalty, 1e-6, 100.0)
         for _, bias in self.logit_bias:
             _in_range("logit_bias", bias, -100.0, 100.0)
+        if not all(self.bad_words):
+            raise InvalidRequest("a word of bad_words has no token", param="bad_words")
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
 
@@ -71,7 +75,8 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether a draw reads the tokens before it, so that it cannot run ahead of them."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalised or self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from protos.openai_tools import NamedTool, Tool, ToolChoice
 
 MAX_STOP_STRINGS: Final = 4
 MAX_ALTERNATIVES: Final = 20
+MAX_BAD_WORDS: Final = 1000
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -42,17 +43,12 @@ class StreamOptions(Body):
 
 
 _NOT_SUPPORTED_ANYWHERE: Final[Neutral] = {
-    "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "logits_processors": ([],),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
 
@@ -80,6 +76,13 @@ class GenerationBody(Structured):
     stream: bool = False
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] = Field(
+        default_factory=list
+    )
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    return_token_ids: bool = False
     # For the client's own books; they change nothing here.
     user: str | None = None
     metadata: dict[str, JsonValue] | None = None
@@ -94,6 +97,11 @@ class GenerationBody(Structured):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def num_made(self) -> int:
+        """Choices that are generated for each prompt."""
+        return self.n
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -101,6 +109,12 @@ class GenerationBody(Structured):
     def _options_of_a_stream_need_one(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise RefusedField("stream_options", "stream_options is only allowed when stream is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RefusedField("prompt_logprobs", "prompt_logprobs are not told in a stream")
+        if self.truncate_prompt_tokens == 0:
+            raise RefusedField(
+                "truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for what fits"
+            )
         return self
 
 
@@ -134,6 +148,19 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def num_made(self) -> int:
+        return self.best_of or self.n
+
+    @model_validator(mode="after")
+    def _best_of_some(self) -> CompletionBody:
+        if self.num_made < self.n:
+            raise RefusedField("best_of", f"best_of ({self.num_made}) must be at least n ({self.n})")
+        if self.num_made > self.n and self.stream:
+            raise RefusedField("best_of", "the best are known only at the end, so best_of over n allows no stream")
+        return self
 
 
 class ChatBody(GenerationBody, Conversation):
@@ -141,6 +168,7 @@ class ChatBody(GenerationBody, Conversation):
 
     unsupported: ClassVar[Neutral] = {
         **_NOT_SUPPORTED_ANYWHERE,
+        "best_of": (1,),
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"],),

@@ -41,11 +41,26 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
 
+class PromptLogprob(Answer):
+    """`rank` counts from 1 among the told alternatives; null where the token is not among them."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""One entry a token, by token id: the token itself and the likeliest ones. The first token has none."""
+
+
 class CompletionChoice(Answer):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName | None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(Answer):
@@ -104,6 +119,7 @@ class ChatChoice(Answer):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Answer):
@@ -113,6 +129,8 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class FunctionDelta(Answer):
@@ -141,6 +159,8 @@ class ChatChunkChoice(Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName | None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(Answer):

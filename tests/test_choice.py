@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.choice import Choice, Echo, Ending, Piece
+from cluster.choice import Choice, Echo, Ending, Piece, TextRules
 from planner.request import FinishReason, TokenLogprobs, Update
 from tests.tiny_text import EOS, tiny_text
 
@@ -30,7 +30,7 @@ def updates(tokens: list[int], reason: FinishReason, edges: list[int]) -> list[U
 
 def grow(told: list[Update], stops: list[str]) -> tuple[str, list[tuple[int, int]], Ending | None, int]:
     """All that a choice says: text, (token, offset) of the scores, ending, tokens that count."""
-    choice = Choice(0, TEXT.tokens, tuple(stops), scored=True)
+    choice = Choice(0, TEXT.tokens, TextRules(tuple(stops)), scored=True)
     pieces: list[Piece] = []
     for update in told:
         piece = choice.take(update)
@@ -70,7 +70,7 @@ def test_the_text_is_the_decoded_one_cut_at_the_first_stop(
 
 
 def test_an_echo_shifts_the_offsets_and_is_not_searched_for_stops() -> None:
-    choice = Choice(3, TEXT.tokens, ("lo",), scored=True)
+    choice = Choice(3, TEXT.tokens, TextRules(("lo",)), scored=True)
     assert choice.echo(Echo("hello")) == Piece(3, "hello")
     ids = [*TEXT.encode("ab"), EOS]
     scores = tuple(TokenLogprobs(token, -1.0) for token in ids)

@@ -100,7 +100,7 @@ async def test_null_means_not_set() -> None:
         ("logprobs", 100000),
         ("logprobs", True),
         ("logprobs", -1),
-        ("best_of", 3),
+        ("best_of", 0),
         ("use_beam_search", True),
         ("response_format", {"type": "json"}),
         ("min_tokens", 9),

@@ -167,3 +167,17 @@ def test_logprobs_are_of_the_raw_logits_lowest_id_first_on_ties() -> None:
     assert [token for token, _ in cut_tie.top] == [1]
     (alone,) = token_logprobs(LOGITS[None], [0], [0])
     assert alone.top == ()
+
+
+def test_a_bad_word_is_never_completed() -> None:
+    params = SamplingParams(temperature=0.0, bad_words=((4,), (7, 8, 3), (1, 2)))
+    logits = torch.tensor([[0.0, 1.0, 2.0, 5.0, 9.0, 3.0]])
+
+    def drawn(*generated: int) -> int:
+        history = np.array([7, 8, *generated], dtype=np.int64)
+        return int(sample(logits, [Draw(params, len(history), history, num_prompt=2)])[0])
+
+    assert drawn() == 3  # the prompt's own 7, 8 begin no word of the answer
+    assert drawn(8) == 3
+    assert drawn(7, 8) == 5
+    assert drawn(7, 8, 1) == 3

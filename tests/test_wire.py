@@ -205,3 +205,10 @@ def test_words_of_a_newer_peer_still_end_a_sequence() -> None:
     assert type(update.error) is RequestFailed
     refused = pb.SequenceUpdate(request_id=1, finish_reason=pb.FINISH_REASON_REFUSED, error=unknown_error)
     assert type(wire.update_from_proto(refused)) is RequestRefused
+
+
+def test_a_grammar_and_bad_words_survive_the_wire() -> None:
+    sampling = SamplingParams(grammar='start: "é"', bad_words=((1, 2), (3,)))
+    request = Request(prompt=np.array([1]), max_tokens=1, sampling=sampling)
+    submit = pb.Submit.FromString(wire.request_to_proto(1, request).SerializeToString())
+    assert wire.request_from_proto(submit).sampling == sampling

@@ -44,8 +44,8 @@ class Draw:
 def sample(logits: Tensor, draws: Sequence[Draw], race: Race = torch_race) -> Tensor:
     """Draw one token a row from float32[N, vocab_size]; int64[N]. `logits` stay as they are.
 
-    Order: repetition, frequency and presence penalty, bias, masks; temperature; min-p, top-k, top-p; then `race`, any
-    form of `worker.race` that runs on the device of `logits`.
+    Order: repetition, frequency and presence penalty, bad words, bias, masks; temperature; min-p, top-k, top-p; then
+    `race`, any form of `worker.race` that runs on the device of `logits`.
     """
     changed = [row for row, draw in enumerate(draws) if draw.changes_logits]
     if changed:
@@ -82,6 +82,8 @@ def adjust(logits: Tensor, draw: Draw) -> None:
             penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
             ids = torch.from_numpy(generated).to(logits.device)
             logits[ids] -= torch.from_numpy(penalties).to(logits)
+        if banned := _banned(sampling, draw.history[draw.num_prompt :].tolist()):
+            logits[torch.tensor(banned, device=logits.device)] = -torch.inf
     if sampling.logit_bias:
         logits.index_add_(
             0,
@@ -90,6 +92,11 @@ def adjust(logits: Tensor, draw: Draw) -> None:
         )
     if draw.masked:
         logits[torch.tensor(sorted(draw.masked), device=logits.device)] = -torch.inf
+
+
+def _banned(sampling: SamplingParams, generated: list[int]) -> list[int]:
+    """The tokens that would complete one of the bad words behind these."""
+    return [word[-1] for word in sampling.bad_words if tuple(generated[len(generated) - len(word) + 1 :]) == word[:-1]]
 
 
 def forbid(logits: Tensor, draws: Sequence[Draw]) -> None:

@@ -198,6 +198,7 @@ def _sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:
         logit_bias=dict(sampling.logit_bias),
         logprobs=sampling.logprobs,
         grammar=sampling.grammar,
+        bad_words=[pb.Word(tokens=word) for word in sampling.bad_words],
     )
 
 
@@ -214,6 +215,7 @@ def _sampling_from_proto(message: pb.Sampling) -> SamplingParams:
         logit_bias=tuple(sorted(message.logit_bias.items())),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         grammar=message.grammar if message.HasField("grammar") else None,
+        bad_words=tuple(tuple(word.tokens) for word in message.bad_words),
     )
 
 
