@@ -9,8 +9,10 @@ from cluster.api_settings import ApiSettings
 from cluster.fleet import Fleet, ServedModel
 from cluster.headers import Terms
 from cluster.message_reader import NewReader
-from cluster.prompts import PromptEncoder
+from cluster.prompts import EncodedPrompt, PromptEncoder
 from cluster.requests import Extras, on_terms, plan_chat, plan_completion, served_name, text_rules
+from cluster.session_answer import SessionAnswer
+from cluster.sessions import Session, Sessions
 from cluster.side_threads import SideThreads
 from cluster.structured import Form, FormReader, requested_form
 from cluster.talk import plan_talk
@@ -21,11 +23,12 @@ from protos.openai import ChatBody, CompletionBody, DetokenizeBody, GenerationBo
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the endpoints serve from."""
+    """What the endpoints serve from. `num_gateways`: of the application, this one included."""
 
     fleet: Fleet
     text: TextModel
     settings: ApiSettings
+    num_gateways: int = 1
 
 
 class AnswerMaker:
@@ -39,6 +42,21 @@ class AnswerMaker:
         )
         self._prompts = PromptEncoder(service.text, self.threads)
         self._forms = FormReader(self.threads)
+        self._sessions = Sessions(
+            max_sessions=settings.max_sessions,
+            max_per_account=settings.max_sessions_per_key,
+            idle_s=settings.session_idle_s,
+        )
+
+    @property
+    def sessions(self) -> Sessions:
+        """Raises `InvalidRequest` where several gateways share the requests: each would know its own sessions only."""
+        if self.service.num_gateways > 1:
+            raise InvalidRequest(
+                f"sessions are kept by one gateway, and this service has {self.service.num_gateways}",
+                param="session_id",
+            )
+        return self._sessions
 
     def served(self) -> ServedModel:
         """The model. Raises `Unavailable` before the first worker has said what it serves."""
@@ -65,6 +83,34 @@ class AnswerMaker:
         plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings, extras))
         scored = body.logprobs is not None or body.num_made > body.n
         return Answer(self.service.fleet, text, plans, text_rules(body, body.logprobs), scored=scored), name
+
+    async def extension(self, body: CompletionBody, session: Session, terms: Terms) -> tuple[Answer, str]:
+        """The answer that goes on with a session behind the body's prompt, which is one text or list of token ids.
+
+        Raises `RequestRefused`; the session is then as it was. Close the answer, and the session is free again."""
+        model, name = self.model(body.model)
+        text = self.service.text
+        if body.echo or body.num_made > 1 or body.truncate_prompt_tokens is not None:
+            raise InvalidRequest("a session allows no echo, no n or best_of over 1, no truncate_prompt_tokens")
+        if session.tokens and body.add_special_tokens is None:
+            body = body.model_copy(update={"add_special_tokens": False})
+        if body.prompt in ("", []):
+            deltas = [EncodedPrompt([])]
+        else:
+            deltas = await self._prompts.completion(body, model.context)
+        if len(deltas) > 1:
+            raise InvalidRequest("a session takes one prompt at a time", param="prompt")
+        extras = await self._extras(body, requested_form(body))
+        delta = deltas[0].ids
+        turn = self.sessions.begin(session, delta, body.max_tokens, model.context)
+        try:
+            prompt = EncodedPrompt([*session.tokens, *delta])
+            plans = on_terms(terms, plan_completion(body, [prompt], model, text.eos_ids, self.service.settings, extras))
+            rules = text_rules(body, body.logprobs)
+            return SessionAnswer(self.service.fleet, text, plans, rules, turn, scored=body.logprobs is not None), name
+        except BaseException:
+            turn.end()
+            raise
 
     async def chat(self, body: ChatBody, terms: Terms) -> tuple[Answer, str, NewReader | None]:
         """The answer to a conversation, the name to answer with, and what reads calls and thoughts out of its text.

@@ -19,6 +19,7 @@ class ApiSettings(BaseModel):
     * `max_choices`: n of one prompt. `max_sequences`: choices of all prompts of one request together.
     * `inline_size`: longer texts and 16 times larger bodies are read by a thread, at most `text_threads` at once
       with `max_long_texts` more waiting.
+    * `max_sessions`: open sessions of this gateway, and of one key; idle ones are forgotten after `session_idle_s`.
     * `keepalive_s`: a stream that has nothing to say for so long says that it lives.
     """
 
@@ -37,4 +38,7 @@ class ApiSettings(BaseModel):
     text_threads: int = Field(default=2, ge=1)
     max_long_texts: int = Field(default=64, ge=0)
     keepalive_s: float = Field(default=10.0, gt=0)
+    max_sessions: int = Field(default=4096, ge=0)
+    max_sessions_per_key: int = Field(default=1024, ge=0)
+    session_idle_s: float = Field(default=600.0, gt=0)
     cors_origins: tuple[str, ...] = ("*",)

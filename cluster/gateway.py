@@ -47,7 +47,7 @@ class Gateway(GrpcMethods):
         )
         limits = FailoverLimits(config.failover_timeout_s, config.max_failovers, config.stall_timeout_s)
         self._streams = Streams(config.model_name, config.secret.get_secret_value(), router, limits)
-        self._maker = AnswerMaker(Service(self._streams, text, config.http))
+        self._maker = AnswerMaker(Service(self._streams, text, config.http, config.num_gateways))
         self._grpc = GrpcApi(self._maker)
         self._health = Health(self._streams)
         loop = asyncio.get_running_loop()

@@ -22,6 +22,7 @@ from cluster.errors import error_envelope
 from cluster.headers import DEADLINE, REQUEST_ID, TENANT, ApiKeys, Terms, account, terms
 from cluster.http_guard import Guard
 from cluster.prompt_voice import PromptVoice
+from cluster.session_api import add_session_routes, named_session, refuse_session
 from cluster.voices import ChatVoice, CompletionVoice
 from planner.errors import RaycombError, Unavailable
 from protos import openai_answers as wire
@@ -76,6 +77,7 @@ def create_app(maker: AnswerMaker, *, tells_request_id: bool = True) -> FastAPI:
         ("/version", "GET", endpoints.version),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    add_session_routes(app, maker, endpoints.account)
     return app
 
 
@@ -91,13 +93,19 @@ class _Endpoints:
     async def completions(self, request: Request) -> Response:
         agreed = self._terms(request)
         body = await self._body(request, lambda value: validate(CompletionBody, value))
-        answer, name = await self._maker.completion(body, agreed)
+        session_id = named_session(request, body)
+        if session_id is None:
+            answer, name = await self._maker.completion(body, agreed)
+        else:
+            session = self._maker.sessions.get(session_id, self.account(request))
+            answer, name = await self._maker.extension(body, session, agreed)
         voice = CompletionVoice(
             name, self._tokens, PromptVoice(answer, self._tokens, body), scored=body.logprobs is not None
         )
         return AnswerResponse(answer, voice, self._delivery(agreed, body))
 
     async def chat_completions(self, request: Request) -> Response:
+        refuse_session(request)
         agreed = self._terms(request)
         body = await self._body(request, lambda value: validate(ChatBody, value))
         answer, name, new_reader = await self._maker.chat(body, agreed)
@@ -159,8 +167,11 @@ class _Endpoints:
     def _terms(self, request: Request) -> Terms:
         headers = request.headers
         named = headers.getlist(TENANT) if self._settings.tenant_from_header else []
-        keyed = account(headers.get("authorization", "")) if self._settings.api_keys else ""
-        return terms(headers.getlist(DEADLINE), named, keyed)
+        return terms(headers.getlist(DEADLINE), named, self.account(request))
+
+    def account(self, request: Request) -> str:
+        """Whose request it is: its key's, where the service has keys."""
+        return account(request.headers.get("authorization", "")) if self._settings.api_keys else ""
 
     def _delivery(self, agreed: Terms, body: GenerationBody) -> Delivery:
         return Delivery(

@@ -66,6 +66,24 @@ class UnknownModel(RequestRefused):
     code = "model_not_found"
 
 
+class UnknownSession(RequestRefused):
+    """No such session is open, or it is somebody else's."""
+
+    code = "session_not_found"
+
+
+class SessionBusy(RequestRefused):
+    """The session has a generation, and takes one at a time."""
+
+    code = "session_busy"
+
+
+class SessionFailed(RequestRefused):
+    """A generation on this session failed; it takes no more."""
+
+    code = "session_failed"
+
+
 class Unauthenticated(RequestRefused):
     """No valid key or secret came with the request."""
 

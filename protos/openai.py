@@ -149,6 +149,7 @@ class CompletionBody(GenerationBody):
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
+    session_id: str | None = None
 
     @property
     def num_made(self) -> int:

@@ -194,3 +194,26 @@ class Tokenized(Answer):
 
 class Detokenized(Answer):
     prompt: str
+
+
+class SessionCard(Answer):
+    """`position`: tokens that the session holds; where `has_pending`, one more is generated and not fed yet."""
+
+    id: str
+    object: Literal["session"]
+    created: int
+    model: str
+    state: str
+    position: int
+    has_pending: bool
+
+
+class SessionList(Answer):
+    object: Literal["list"]
+    data: list[SessionCard]
+
+
+class SessionDeleted(Answer):
+    id: str
+    object: Literal["session.deleted"]
+    deleted: bool

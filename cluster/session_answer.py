@@ -1,0 +1,42 @@
+"""An answer that goes on with a session: what it brings becomes part of the session's history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.answer import Answer
+from cluster.choice import Piece, TextRules
+from cluster.fleet import Fleet
+from cluster.requests import ChoicePlan
+from cluster.sessions import Turn
+from cluster.text import TextModel
+from planner.errors import DeadlineExceeded, RequestFailed, UnknownSession
+
+
+class SessionAnswer(Answer):
+    """Owner: the task that serves the HTTP request. Of one prompt, with one choice."""
+
+    def __init__(
+        self, fleet: Fleet, text: TextModel, plans: Sequence[ChoicePlan], rules: TextRules, turn: Turn, *, scored: bool
+    ) -> None:
+        super().__init__(fleet, text, plans, rules, scored=scored)
+        self._turn = turn
+
+    async def next(self, timeout_s: float) -> list[Piece]:
+        """As an answer's; raises `UnknownSession` when the session was closed."""
+        try:
+            pieces = await super().next(timeout_s)
+        except DeadlineExceeded:
+            raise  # the client's own wish, and no fault of a worker
+        except RequestFailed:
+            self._turn.fail()
+            raise
+        for piece in pieces:
+            self._turn.take(piece.tokens)
+        if self._turn.closed:
+            raise UnknownSession("session is not open", param="session_id")
+        return pieces
+
+    async def close(self) -> None:
+        await super().close()
+        self._turn.end()

@@ -1,0 +1,96 @@
+"""The HTTP endpoints of sessions, and how a completion says which session it goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from cluster.answer_maker import AnswerMaker
+from cluster.answer_response import json_response
+from cluster.bodies import parse_object, read_body, validate
+from cluster.sessions import Session
+from planner.errors import InvalidRequest
+from protos import openai_answers as wire
+from protos.openai import CompletionBody
+from protos.openai_sessions import ForkBody, OpenBody
+
+SESSION: str = "x-session-id"
+Account = Callable[[Request], str]
+
+
+def named_session(request: Request, body: CompletionBody) -> str | None:
+    """The session that a completion goes on with; header and field may both name it, if they agree."""
+    given = request.headers.get(SESSION)
+    if given is not None and body.session_id not in (None, given):
+        raise InvalidRequest(f"{SESSION} and session_id name different sessions", param="session_id")
+    return body.session_id if given is None else given
+
+
+def refuse_session(request: Request) -> None:
+    """For endpoints that would ignore it. Raises `InvalidRequest`."""
+    if SESSION in request.headers:
+        raise InvalidRequest(f"{SESSION} is for /v1/completions: a chat's history is its messages", param=SESSION)
+
+
+def add_session_routes(app: FastAPI, maker: AnswerMaker, account: Account) -> None:
+    endpoints = _Endpoints(maker, account)
+    for path, method, endpoint in (
+        ("/v1/sessions", "POST", endpoints.open),
+        ("/v1/sessions", "GET", endpoints.list),
+        ("/v1/sessions/{session_id}", "GET", endpoints.one),
+        ("/v1/sessions/{session_id}", "DELETE", endpoints.close),
+        ("/v1/sessions/{session_id}/fork", "POST", endpoints.fork),
+    ):
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+
+
+class _Endpoints:
+    """One method an endpoint. Owner: the application."""
+
+    def __init__(self, maker: AnswerMaker, account: Account) -> None:
+        self._maker = maker
+        self._account = account
+
+    async def open(self, request: Request) -> Response:
+        body = validate(OpenBody, await self._object(request))
+        self._maker.model(body.model)
+        return self._card(self._maker.sessions.open(self._account(request)))
+
+    async def list(self, request: Request) -> Response:
+        sessions = self._maker.sessions.of(self._account(request))
+        cards = wire.SessionList(object="list", data=[self._of(session) for session in sessions])
+        return json_response(cards.model_dump_json().encode())
+
+    async def one(self, request: Request, session_id: str) -> Response:
+        return self._card(self._maker.sessions.get(session_id, self._account(request)))
+
+    async def fork(self, request: Request, session_id: str) -> Response:
+        body = validate(ForkBody, await self._object(request))
+        sessions = self._maker.sessions
+        return self._card(sessions.fork(sessions.get(session_id, self._account(request)), body.at))
+
+    async def close(self, request: Request, session_id: str) -> Response:
+        sessions = self._maker.sessions
+        sessions.close(sessions.get(session_id, self._account(request)))
+        gone = wire.SessionDeleted(id=session_id, object="session.deleted", deleted=True)
+        return json_response(gone.model_dump_json().encode())
+
+    async def _object(self, request: Request) -> dict[str, object]:
+        data = await read_body(request, self._maker.service.settings.max_body_bytes)
+        return parse_object(data) if data.strip() else {}
+
+    def _card(self, session: Session) -> Response:
+        return json_response(self._of(session).model_dump_json().encode())
+
+    def _of(self, session: Session) -> wire.SessionCard:
+        return wire.SessionCard(
+            id=session.id,
+            object="session",
+            created=session.created,
+            model=self._maker.names()[0],
+            state=session.state.value,
+            position=session.position,
+            has_pending=session.has_pending,
+        )
