@@ -8,10 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from cluster.checkpoints import resolve
 from tests.service_process import ServiceProcess, running_service
 from tests.service_state import ServiceState, state_of
+
+
+# How long one example takes depends on who else has the cores; how long a test may take, pytest-timeout says.
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
