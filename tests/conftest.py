@@ -20,6 +20,10 @@ settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--keep-screenshots", metavar="FOLDER", help="keep the pictures of tests/test_page_service.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run side by side: those that start a service one after the other, all others by file.
 
