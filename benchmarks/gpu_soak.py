@@ -87,7 +87,7 @@ def decoder(device: torch.device) -> Decoder:
     """The same weights wherever they are. Wide ones, so that answers vary and nearly equal logits are rare."""
     weights = dummy_weights(MODEL, torch.float32, torch.device("cpu"), 0)
 
-    def moved(tensor: Tensor | None, scale: float = 1.0) -> Tensor | None:
+    def moved(tensor: Tensor | None, scale: float) -> Any:
         return None if tensor is None else (tensor * scale).to(device)
 
     layers = tuple(

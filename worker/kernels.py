@@ -151,7 +151,7 @@ def _kernels(wide: bool) -> _Kernels:
     step = 2 if wide else 1
     copy_row = cuda.jit(device=True)(_copy_row_wide if wide else _copy_row)
 
-    def packed_row(i: int, num_cells: int, block_cells: int) -> int:
+    def packed_row(i: int, num_cells: int, block_cells: int) -> Any:
         """Where a plane's row of the i-th cell lies, in rows: behind the blocks before its own, and in its own block
         behind the planes before this one."""
         first = i // block_cells * block_cells
