@@ -28,13 +28,10 @@ from benchmarks.configured_service import configured_service
 from benchmarks.record import record
 from benchmarks.relay import Relay, relay_to
 from benchmarks.storm_answers import Answer, Ask, Crowd, Road, the_asks
+from benchmarks.storm_service import GATEWAY, MODEL_NAME, NUM_GATEWAYS, NUM_WORKERS, PATIENCE_S, WORKER, settings_of
 from benchmarks.worker_watch import Watch, WatchedWorker, watched
 from tests.service_process import ServiceProcess
 
-NUM_WORKERS, NUM_GATEWAYS = 3, 2
-WORKER, GATEWAY = "ServeReplica:raycomb:Worker", "ServeReplica:raycomb:Gateway"
-MODEL_NAME = "stormed"
-PATIENCE_S = 240.0
 BAR_GATEWAY_FREED_S = 1.0
 
 
@@ -61,21 +58,6 @@ class Storm:
 
     def crowd(self, heard: Callable[[int], None] = lambda _: None) -> Crowd:
         return Crowd(self.service.url, f"127.0.0.1:{self.service.grpc_port}", MODEL_NAME, heard)
-
-
-def settings_of(model: str, secret: str, **more: Any) -> dict[str, Any]:
-    """Of a service that gives nothing up: no sequence has lost too many workers, and runs wait for one to come back."""
-    return {
-        "engine": {"model": model, "device": "cpu", "num_threads": 1},
-        "http": {"served_model_names": [MODEL_NAME]},
-        "num_workers": NUM_WORKERS,
-        "num_gateways": NUM_GATEWAYS,
-        "data_plane_host": "127.0.0.1",
-        "secret": secret,
-        "max_failovers": 50,
-        "failover_timeout_s": PATIENCE_S,
-        **more,
-    }
 
 
 @asynccontextmanager
