@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-LEAST_POINTS = 4
+LEAST_POINTS = 6
 """A process that was seen less often says nothing of growth."""
 
 
@@ -25,9 +25,9 @@ class Series:
     def add(self, minutes: float, count: float) -> None:
         self.points.append((minutes, count))
 
-    def per_minute(self, after_minutes: float = 0.0) -> float | None:
-        """Growth a minute of what was sampled after the warm-up; None with too few points."""
-        points = [point for point in self.points if point[0] >= after_minutes]
+    def per_minute(self, warm_up_minutes: float = 0.0) -> float | None:
+        """Growth a minute, without the first minutes after the first sample; None with too few points."""
+        points = [point for point in self.points if point[0] - self.points[0][0] >= warm_up_minutes]
         if len(points) < LEAST_POINTS:
             return None
         pairs = itertools.combinations(points, 2)
@@ -45,11 +45,11 @@ class Growth:
         for (what, where), count in counts.items():
             self._series[what][where].add(minutes, count)
 
-    def steepest(self, after_minutes: float) -> dict[str, float]:
-        """Of each thing counted, the growth a minute where it grows fastest."""
+    def steepest(self, warm_up_minutes: float) -> dict[str, float]:
+        """Of each thing counted, the growth a minute where it grows fastest, each place after its own warm-up."""
         found: dict[str, float] = {}
         for what, places in self._series.items():
-            slopes = [slope for series in places.values() if (slope := series.per_minute(after_minutes)) is not None]
+            slopes = [slope for series in places.values() if (slope := series.per_minute(warm_up_minutes)) is not None]
             if slopes:
                 found[what] = max(slopes)
         return found
