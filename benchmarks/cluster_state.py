@@ -74,7 +74,7 @@ def main() -> None:
         "gateways": (serve.get_deployment_handle("Gateway", "raycomb"), "activity"),
         "workers": (serve.get_deployment_handle("Worker", "raycomb"), "snapshot"),
     }
-    store = get_state_from_address(sys.argv[1])
+    store = get_state_from_address(sys.argv[1])  # type: ignore[no-untyped-call]
 
     def ask(side: str) -> list[dict[str, Any]]:
         """A replica that is just being replaced fails the question, which is then put again."""
@@ -91,7 +91,7 @@ def main() -> None:
     for _ in sys.stdin:
         told: dict[str, Any] = {side: ask(side) for side in handles}
         told["actors"] = sum(actor["State"] == "ALIVE" for actor in actors().values())
-        stats = get_memory_info_reply(store).store_stats
+        stats = get_memory_info_reply(store).store_stats  # type: ignore[no-untyped-call]
         told |= {"objects": stats.num_local_objects, "object_bytes": stats.object_store_bytes_used}
         print(json.dumps(told), flush=True)
     ray.shutdown()

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import secrets
 import time
-from collections import Counter
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
@@ -53,9 +52,9 @@ def settings_of(num_workers: int, secret: str) -> dict[str, Any]:
     }
 
 
-def processor_s(service: ServiceProcess) -> Counter[str]:
+def processor_s(service: ServiceProcess) -> dict[str, float]:
     """Processor time so far of each kind of process of the service, and of this one, which is the clients'."""
-    used: Counter[str] = Counter()
+    used = dict.fromkeys((*KINDS, "clients"), 0.0)
     for process in service.processes():
         try:
             title, times = " ".join(process.cmdline()), process.cpu_times()
@@ -77,8 +76,8 @@ async def load(service: ServiceProcess, num_streams: int, output_len: int) -> di
     server = Server(Target.parse(service.url), MODEL_NAME)
     before = await asyncio.to_thread(processor_s, service)
     result = await run_load(server, prompts_of(num_streams, output_len))
-    used = await asyncio.to_thread(processor_s, service)
-    used.subtract(before)
+    after = await asyncio.to_thread(processor_s, service)
+    used = {kind: after[kind] - before[kind] for kind in after}
     failures = sorted({entry.error for entry in result.records if entry.error is not None})
     if failures:
         raise RuntimeError(f"{len(failures)} kinds of failure: {failures[:3]}")
