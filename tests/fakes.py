@@ -143,7 +143,6 @@ class FakeExecutor:
         self._wrong: dict[int, Callable[[Outcomes], Outcomes]] = {}
         self._condition = threading.Condition()
         self._permits: int | None = None
-        self._num_steps = 0
         self._num_launched = 0
         self.num_beats = 0
         self.prepared: list[Request] = []
@@ -205,8 +204,7 @@ class FakeExecutor:
         if len(self._launched) >= self._depth:
             raise WrongStepError(f"{len(self._launched)} steps are in flight already")
         self._check(step)
-        number = self._num_steps
-        self._num_steps += 1
+        number = self._num_launched
         if self._keeps_record:
             self.steps.append(step)
         for sequence_id in step.dropped:
