@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import secrets
 import signal
+import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -118,6 +120,7 @@ async def kill_gateway(storm: Storm, num_events: int) -> tuple[list[Answer], dic
         "errors": sorted({answer.error or "" for answer in hurt}),
         "told_within_s": round(last_error - killed_at[0], 3),
         "freed_within_s": _freed_within_s(storm.watch.seen, spared, killed_at[0]),
+        "step_p50_s": _median_step_s(storm.watch.seen, killed_at[0]),
     }
 
 
@@ -128,6 +131,12 @@ def _freed_within_s(workers: list[WatchedWorker], spared: list[tuple[Answer, int
         if sum(worker.num_live_at(at) for worker in workers) <= wanted:
             return round(at - since, 3)
     return None
+
+
+def _median_step_s(workers: list[WatchedWorker], before: float) -> float:
+    """Of the steps that ended before that time: nothing is freed within one."""
+    ends = [[at for at, num_live in worker.history if at <= before and num_live] for worker in workers]
+    return round(statistics.median(b - a for each in ends for a, b in itertools.pairwise(each)), 3)
 
 
 async def cut_links(storm: Storm, num_events: int) -> tuple[list[Answer], dict[str, Any]]:
