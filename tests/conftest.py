@@ -16,7 +16,6 @@ from cluster.checkpoints import resolve
 from tests.service_process import ServiceProcess, running_service, tiny_checkpoint
 from tests.service_state import ServiceState, state_of
 
-
 # How long one example takes depends on who else has the cores; how long a test may take, pytest-timeout says.
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
