@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 READ_BYTES = 2**16
-CLOSING_S = 0.05
 
 
 class Relay:
@@ -32,7 +31,6 @@ class Relay:
         self._whole.set()
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one connection until either end closes it. Does not close `writer`."""
         await self._whole.wait()
         far_reader, far_writer = await asyncio.open_connection(*self._far)
         pumps = [
@@ -45,7 +43,8 @@ class Relay:
             for task in pumps:
                 task.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            far_writer.transport.abort()
+            for end in (writer, far_writer):
+                end.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
@@ -65,12 +64,7 @@ async def relay_to(far_address: str) -> AsyncIterator[Relay]:
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(relay.connect(reader, writer))
         connections.add(task)
-
-        def ended(_: asyncio.Task[None]) -> None:  # also of a task that was cancelled before it began
-            connections.discard(task)
-            writer.transport.abort()
-
-        task.add_done_callback(ended)
+        task.add_done_callback(connections.discard)
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()[:2]
@@ -82,4 +76,3 @@ async def relay_to(far_address: str) -> AsyncIterator[Relay]:
         for task in list(connections):
             task.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
-        await asyncio.sleep(CLOSING_S)  # what was aborted is closed in the loop's next turns

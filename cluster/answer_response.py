@@ -68,9 +68,8 @@ class AnswerResponse(Response):
         error: RaycombError | None = None
         ending = b""
         try:
-            with self._answer.meter:
-                async with asyncio.timeout(self._delivery.terms.patience_s):
-                    ending = await (self._send_events(send) if self._delivery.stream else self._whole())
+            async with asyncio.timeout(self._delivery.terms.patience_s):
+                ending = await (self._send_events(send) if self._delivery.stream else self._whole())
         except TimeoutError:
             error = DeadlineExceeded("the request's deadline passed")
         except RaycombError as failure:

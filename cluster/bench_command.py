@@ -147,7 +147,7 @@ def _positive(text: str) -> int:
 
 
 def _add_offline_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a hub id or smollm2-135m")
+    parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a program, a hub id or smollm2-135m")
     parser.add_argument("--workload", type=Workload, default=Workload.DECODE, metavar="decode|mixed|prefill")
     parser.add_argument("--batch-sizes", type=_sizes, help="decode: sequences at once (default: 1,8,32)")
     parser.add_argument("--input-len", type=_positive, help="tokens of a prompt (default: decode 128, prefill 2048)")

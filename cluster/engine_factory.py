@@ -14,13 +14,10 @@ from worker.executor import Executor, ProgramInfo, limits_for
 
 
 def make_engine(
-    settings: EngineConfig,
-    on_death: Callable[[BaseException], None],
-    executor: str = BUILD_EXECUTOR,
-    step_log: Path | None = None,
+    settings: EngineConfig, on_death: Callable[[BaseException], None], executor: str = BUILD_EXECUTOR
 ) -> Engine:
     """An engine that is not started yet. `settings.model` is a path; `executor` is the import path of what makes the
-    executor. Executor and limits are made on the engine's thread when it starts. `step_log`: see `Engine`."""
+    executor. Executor and limits are made on the engine's thread when it starts."""
     factory = load_executor_factory(executor)
     made: list[Executor] = []
 
@@ -31,4 +28,4 @@ def make_engine(
     def limits(info: ProgramInfo) -> Limits:
         return limits_for(settings, info, made[0].max_steps_in_flight)
 
-    return Engine(make, limits, inbox_size=settings.max_waiting, on_death=on_death, step_log=step_log)
+    return Engine(make, limits, inbox_size=settings.max_waiting, on_death=on_death)

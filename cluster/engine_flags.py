@@ -17,6 +17,7 @@ from worker.config import EngineConfig
 HELP = {
     "device": "where the model runs",
     "dtype": "numbers of weights, keys and values",
+    "quantization": "numbers of the layers' matrices: int8 or int4 weights, or fp8 products",
     "load_format": "dummy: seeded random weights, from config.json alone",
     "max_model_len": "most tokens of one sequence, prompt and answer",
     "max_cells": "tokens whose keys and values the pool holds",

@@ -46,12 +46,24 @@ def read_gguf_metadata(path: Path) -> dict[str, Value]:
         raise InvalidCheckpoint(f"{path} is not a whole GGUF file: {error}") from error
 
 
+def read_gguf_header(path: Path) -> bytes:
+    """The part of the file that `read_gguf_metadata` reads: a file of it alone has the same metadata."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(data)
+        cursor.metadata()
+        return data[: cursor.position]
+
+
 class _Cursor:
     """A place in the mapped file that moves forward as values are read."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._at = 0
+
+    @property
+    def position(self) -> int:
+        return self._at
 
     def metadata(self) -> dict[str, Value]:
         if self._data[:4] != b"GGUF":

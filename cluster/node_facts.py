@@ -18,6 +18,7 @@ from cluster.checkpoints import BUILT_IN_MODELS, HUB_ID, resolve
 from cluster.front import check_port
 from cluster.text import load_text
 from planner.errors import InvalidConfiguration, SetupError
+from worker.programs.metadata import SUFFIX
 
 PACKAGES: Final = ("ray", "torch")
 PROBE_S: Final = 10.0
@@ -106,7 +107,7 @@ def _is_serve(port: int) -> bool:
 
 def _model_fault(model: str) -> str | None:
     """Only files are looked at: a name that is fetched would be fetched by the workers."""
-    if model in BUILT_IN_MODELS or (HUB_ID.fullmatch(model) and not model.endswith(".gguf")):
+    if model in BUILT_IN_MODELS or (HUB_ID.fullmatch(model) and not model.endswith((".gguf", SUFFIX))):
         return None
     try:
         load_text(resolve(model))

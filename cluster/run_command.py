@@ -32,7 +32,7 @@ EXIT_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a hub id or smollm2-135m")
+    parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a program, a hub id or smollm2-135m")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines: prompt or prompt_token_ids, and more")
     parser.add_argument("--output", type=Path, required=True, help="JSON lines, in the order of the prompts")
     parser.add_argument("--report", type=Path, help="also write counts, rates and the configuration to this file")
@@ -51,6 +51,7 @@ def execute(args: argparse.Namespace) -> int:
     config = engine_config(str(model), given_engine_settings(args) | {"seed": args.seed})
     text = load_text(model if args.tokenizer is None else resolve(args.tokenizer, report=_say))
     interrupted = False
+    began = time.perf_counter()
     with (
         open_offline(config, args.executor) as engine,
         args.output.open("w", encoding="utf-8") as file,
@@ -60,13 +61,14 @@ def execute(args: argparse.Namespace) -> int:
         writer = OrderedWriter(file)
         batch = Batch(engine, text, writer, max_num_seqs=config.max_num_seqs, on_line=bar.update)
         start = time.perf_counter()
+        load_s = start - began
         try:
             batch.run(read_lines(args.prompts, seed=args.seed), most_in_flight(config))
         except Interrupted:
             interrupted = True
         seconds = time.perf_counter() - start
     if args.report is not None:
-        figures = report(engine, config, args.model, batch.totals, seconds)
+        figures = report(engine, config, args.model, batch.totals, seconds, load_s)
         args.report.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     _say(_summary(batch.totals, seconds, interrupted=interrupted))
     if interrupted:
@@ -79,26 +81,37 @@ def most_in_flight(config: EngineConfig) -> int:
     return max(1, min(2 * config.max_num_seqs, config.max_waiting))
 
 
-def report(engine: OfflineEngine, config: EngineConfig, model: str, totals: Totals, seconds: float) -> dict[str, Any]:
-    """What the batch took, ready for JSON. `model` is the name that the person gave."""
-    stats, metrics = engine.engine.stats, engine.engine.metrics
+def report(
+    engine: OfflineEngine, config: EngineConfig, model: str, totals: Totals, seconds: float, load_s: float
+) -> dict[str, Any]:
+    """What the batch took, ready for JSON. `model` is the name that the person gave; `seconds` are those of the
+    batch, `load_s` those until the engine was ready for it."""
+    stats, metrics, info = engine.engine.stats, engine.engine.metrics, engine.info
     return {
         "lines": {"completed": totals.completed, "failed": totals.failed},
+        "generations": {reason.value: count for reason, count in metrics.finished.items()},
         "tokens": {
             "prompt": totals.prompt_tokens,
             "cached_prompt": totals.cached_prompt_tokens,
             "generated": totals.generated_tokens,
         },
+        "load_s": load_s,
         "seconds": seconds,
         "generated_tokens_per_s": totals.generated_tokens / seconds,
         "steps": {kind: asdict(getattr(stats, kind)) for kind in ("decode", "prefill", "mixed")},
         "forwards": {method.value: count for method, count in metrics.num_forwards.items()},
         "forward_tokens": {method.value: count for method, count in metrics.num_tokens.items()},
+        "decodes_of_width": {str(width): count for width, count in sorted(metrics.num_decodes_of_width.items())},
         "padded_rows": metrics.num_padded_rows,
         "preemptions": metrics.num_preemptions,
         "prefix": {"queried_tokens": metrics.num_prefix_queries, "hit_tokens": metrics.num_prefix_hits},
         "peak_owned_cells": engine.peak_owned_cells,
-        "program": asdict(engine.info),
+        "pool": {
+            "cells": info.num_cells,
+            "bytes": (info.num_cells + 1) * info.bytes_per_cell,
+            "peak_owned_bytes": engine.peak_owned_cells * info.bytes_per_cell,
+        },
+        "program": asdict(info),
         "config": config.model_dump() | {"model": model},
     }
 

@@ -1,11 +1,12 @@
 """A model's text side: tokenizer, chat template, and the tokens that end an answer. No tensor, no torch.
 
-Read from a checkpoint folder (tokenizer.json and the small files beside it) or from a GGUF file's metadata.
+Read from a checkpoint folder (tokenizer.json and the small files beside it), a GGUF file's metadata, or a program.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,19 @@ from cluster.gguf_metadata import read_gguf_metadata
 from cluster.gguf_tokenizer import gguf_list, gguf_token, gguf_tokenizer
 from cluster.tool_formats import MARKS
 from planner.errors import InvalidCheckpoint
+from worker.programs.metadata import SUFFIX, text_files
 from worker.vocabulary import Vocabulary
 
 _SOMETHING = "\x02"  # no vocabulary joins it to what follows
+
+# Of a checkpoint's folder, what is read here.
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +103,22 @@ class TextModel:
 
 
 def load_text(path: Path) -> TextModel:
-    """The text side of the checkpoint at `path`: a folder, or a .gguf file.
+    """The text side of the checkpoint at `path`: a folder, a .gguf file, or a program that was made of one of them.
 
     Raises `InvalidCheckpoint` when files are missing or broken, `UnsupportedModel` for a kind that is not known.
     """
+    if path.suffix == SUFFIX:
+        return _from_program(path)
     return _from_gguf(path) if path.is_file() else _from_folder(path)
+
+
+def _from_program(path: Path) -> TextModel:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file_name, data in text_files(path).items():
+            (folder / Path(file_name).name).write_bytes(data)
+        gguf = next(folder.glob("*.gguf"), None)
+        return _from_folder(folder) if gguf is None else _from_gguf(gguf)
 
 
 def _from_gguf(path: Path) -> TextModel:

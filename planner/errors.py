@@ -100,12 +100,6 @@ class QueueFull(RequestRefused):
         self.retry_after_s = retry_after_s
 
 
-class RateLimited(QueueFull):
-    """The key's own limit is reached, whatever the service could do. It helps to come again later."""
-
-    code = "rate_limited"
-
-
 class DeadlineUnmeetable(RequestRefused):
     """The queue moves too slowly for the request's deadline. After `retry_after_s` seconds the queue may be shorter."""
 
@@ -170,10 +164,10 @@ class InvalidCheckpoint(SetupError):
     code = "invalid_checkpoint"
 
 
-class InvalidStepLog(SetupError):
-    """A recorded step log is no such thing, or contradicts itself."""
+class InvalidProgram(SetupError):
+    """A program is corrupt, or was made for another device, torch, or geometry; the message says which."""
 
-    code = "invalid_step_log"
+    code = "invalid_program"
 
 
 class UnsupportedModel(SetupError):

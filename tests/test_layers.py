@@ -23,6 +23,7 @@ ALLOWED_OTHERS = {
     "worker": {
         "numpy",
         "torch",
+        "torchao",
         "triton",
         "numba",
         "llvmlite",
@@ -43,7 +44,6 @@ TORCH_FREE_WORKER = (
     "worker.outbox",
     "worker.queue_rate",
     "worker.serving",
-    "worker.tls",
     "worker.wire",
 )
 

@@ -245,6 +245,10 @@ def test_the_command_answers_reports_and_says_by_its_exit_code_whether_all_went_
     figures = json.loads(report.read_text())
     assert figures["lines"] == {"completed": 2, "failed": 0}
     assert figures["tokens"] == {"prompt": 4, "cached_prompt": 0, "generated": 7}
+    assert figures["generations"] == {"length": 2}
+    assert sum(figures["decodes_of_width"].values()) == figures["forwards"]["decode"]
+    assert 0 < figures["pool"]["peak_owned_bytes"] < figures["pool"]["bytes"]
+    assert figures["load_s"] > 0
     assert figures["peak_owned_cells"] > 0
     assert sum(figures["forward_tokens"].values()) == 4 + 5  # the last token of each line is never fed
     assert (figures["config"]["max_num_seqs"], figures["program"]["architecture"]) == (4, "FakeForCausalLM")

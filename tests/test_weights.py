@@ -47,7 +47,7 @@ QWEN = {**CONFIG, "architectures": ["Qwen2ForCausalLM"]}
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "twist": 3}}, "twist"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"sliding_window": 32}, "sliding_window"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),

@@ -52,10 +52,12 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_tiny_model(name: str, folder: Path, **saving: Any) -> Any:
-    """Make the model, save config.json and safetensors into `folder`, and return it ready to generate."""
+def save_tiny_model(name: str, folder: Path, *, sizes: dict[str, Any] | None = None, **saving: Any) -> Any:
+    """Make the model, save config.json and safetensors into `folder`, and return it ready to generate.
+
+    `sizes`: what else differs in its configuration."""
     class_name, changes = TINY_MODELS[name]
-    config = getattr(transformers, class_name)(**{**_SIZES, **changes}, attn_implementation="eager")
+    config = getattr(transformers, class_name)(**{**_SIZES, **changes, **(sizes or {})}, attn_implementation="eager")
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

@@ -65,7 +65,7 @@ class Rig:
             vocab_size=info.vocab_size,
             max_prefill_tokens=info.max_prefill_tokens,
             min_prefill_tokens=info.min_prefill_tokens,
-            widths=(1, 2, 4, 8, 16, 32),
+            widths=tuple(width for width in info.widths if width <= max_num_seqs),
             max_num_seqs=max_num_seqs,
             prefill_chunk_tokens=prefill_chunk_tokens,
             swap_blocks=info.swap_blocks,

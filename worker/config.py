@@ -12,6 +12,7 @@ from planner.errors import InvalidConfiguration
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
 
 # Widest prefill unless told: a GPU needs thousands of rows to be busy for longer than launching a forward takes.
 CPU_PREFILL_TOKENS = 512
@@ -24,7 +25,8 @@ GPU_SWAP_SPACE = 4.0
 class EngineConfig(BaseModel):
     """Settings of one engine. None means: derived from the model and the machine when the executor is made.
 
-    `model` is a folder with config.json and safetensors, or a .gguf file. Names are vLLM's where the thing is the same.
+    `model` is a folder with config.json and safetensors, a .gguf file, or a program (.pt2). Names are vLLM's where the
+    thing is the same.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,6 +35,7 @@ class EngineConfig(BaseModel):
     device: Device = "auto"
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"
+    quantization: Quantization = "none"
     max_model_len: int | None = Field(default=None, ge=1)
     max_cells: int | None = Field(default=None, ge=1)
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)

@@ -31,7 +31,7 @@ _NO_NORM = np.empty(0, dtype=np.float32)
 
 def forwards_of(decoder: Decoder, pool: KvPool) -> Forwards:
     """The fastest way that there is to run `decoder` outside of a GPU's own executor."""
-    if decoder.device.type == "cpu" and decoder.dtype == torch.float32:
+    if decoder.device.type == "cpu" and decoder.dtype == torch.float32 and not decoder.weights.is_quantized:
         return CpuForwards(decoder, pool)
     return EagerForwards(decoder, pool)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,23 +13,25 @@ from worker.cell_image import CellLayout
 from worker.config import CPU_PREFILL_TOKENS, CPU_SWAP_SPACE, GPU_PREFILL_TOKENS, GPU_SWAP_SPACE, EngineConfig
 from worker.cpu_forwards import forwards_of
 from worker.executor import Executor, ProgramInfo
+from worker.forwards import Forwards
 from worker.kv_pool import KvPool, bytes_per_cell
+from worker.machine import choose_device, default_cells
 from worker.masks import MaskMaker, NoMasks
 from worker.models.config import ModelConfig, read_config
 from worker.models.decoder import Decoder
 from worker.models.dummy_weights import dummy_weights
 from worker.models.gguf_source import GgufSource
+from worker.models.packed_source import PackedSource
 from worker.models.safetensors_source import SafetensorsSource
 from worker.models.weights import DecoderWeights, TensorSource, load_weights
 from worker.pool_port import PoolPort, TorchMover
+from worker.programs.metadata import SUFFIX
+from worker.quantize import least_prefill, quantize_weights
 from worker.swap import HostSwap, blocks_in
 from worker.torch_executor import TorchExecutor
 from worker.vocabulary import VocabularySource
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Unless told otherwise a pool holds this many full contexts, if a quarter of the free memory does.
-_DEFAULT_CONTEXTS = 8
-_MEMORY_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +48,39 @@ def build_executor(config: EngineConfig, vocabulary: VocabularySource | None = N
     `vocabulary` is what answers are written in that follow a grammar; without it there can be none."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    grammars = _masks(vocabulary)
+    if Path(config.model).suffix == SUFFIX:
+        from worker.programs.loading import build_program_executor  # loads torch's compiler
+
+        return build_program_executor(config, grammars)
     program = load_program(config)
-    info, decoder, grammars = program.info, program.decoder, _masks(vocabulary)
-    if decoder.device.type == "cuda":
+    info, decoder = program.info, program.decoder
+    if decoder.device.type == "cuda" and config.quantization == "none":
         from worker.cuda_memory import build_cuda_executor  # needs Triton, which only a GPU's machine has
 
         return build_cuda_executor(config, info, decoder, grammars)
+    pool = make_pool(config, info)
+    return executor_over(pool, info, forwards_of(decoder, pool), grammars)
+
+
+def make_pool(config: EngineConfig, info: ProgramInfo) -> KvPool:
+    """A pool of the program's geometry that has all its cells at once. Raises `InvalidConfiguration` where it is to
+    grow."""
     if config.kv_initial_cells is not None:
         raise InvalidConfiguration(
-            f"kv_initial_cells is {config.kv_initial_cells}, and only a pool on a GPU grows: here cells take no memory "
-            "before they are written",
+            f"kv_initial_cells is {config.kv_initial_cells}, and only the pool of an unquantized model on a GPU grows: "
+            "on a CPU cells take no memory before they are written",
             param="kv_initial_cells",
         )
-    pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
+    dtype, device = _DTYPES[info.dtype], torch.device(info.device)
+    return KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, dtype, device)
+
+
+def executor_over(pool: KvPool, info: ProgramInfo, forwards: Forwards, masks: MaskMaker) -> TorchExecutor:
+    """What runs `forwards`, which are over `pool`, one step at a time."""
     swap = HostSwap(pool, info.swap_blocks, info.swap_block_cells) if info.swap_blocks else None
     port = PoolPort(TorchMover(pool), CellLayout.of(info))
-    return TorchExecutor(info, forwards_of(decoder, pool), swap, grammars, port)
+    return TorchExecutor(info, forwards, swap, masks, port)
 
 
 def _masks(vocabulary: VocabularySource | None) -> MaskMaker:
@@ -76,11 +94,12 @@ def _masks(vocabulary: VocabularySource | None) -> MaskMaker:
 def load_program(config: EngineConfig) -> Program:
     """Load the model and settle every number that the configuration left open."""
     path = Path(config.model)
-    device = _device(config)
+    device = choose_device(config)
     model, source = _open(path, load=config.load_format != "dummy")
     dtype = _dtype(config, model, device)
     context = min(model.context, config.max_model_len or model.context)
-    weights = _weights(config, model, source, dtype, device)
+    least = _min_prefill(config)
+    weights = quantize_weights(_weights(config, model, source, dtype, device), config.quantization)
     cell_bytes = bytes_per_cell(model.num_layers, model.num_kv_heads, model.head_dim, dtype)
     info = ProgramInfo(
         name=path.stem if path.suffix == ".gguf" else path.resolve().name,
@@ -89,9 +108,9 @@ def load_program(config: EngineConfig) -> Program:
         context=context,
         max_prefill_tokens=config.max_prefill_tokens
         or (GPU_PREFILL_TOKENS if device.type == "cuda" else CPU_PREFILL_TOKENS),
-        min_prefill_tokens=config.min_prefill_tokens,
+        min_prefill_tokens=least,
         widths=config.decode_widths,
-        num_cells=config.max_cells or _default_cells(context, cell_bytes, device),
+        num_cells=config.max_cells or default_cells(context, cell_bytes, device),
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
@@ -99,7 +118,7 @@ def load_program(config: EngineConfig) -> Program:
         device=str(device),
         bytes_per_cell=cell_bytes,
         weight_bytes=weights.bytes_read,
-        swap_blocks=blocks_in(_swap_space(config, device), SWAP_BLOCK_CELLS, cell_bytes),
+        swap_blocks=blocks_in(swap_space(config, device), SWAP_BLOCK_CELLS, cell_bytes),
     )
     return Program(info, Decoder(model, weights, context))
 
@@ -110,7 +129,11 @@ def _open(path: Path, *, load: bool) -> tuple[ModelConfig, TensorSource | None]:
             raise InvalidCheckpoint(f"{path} does not exist")
         gguf_source = GgufSource(path)
         return gguf_source.config, gguf_source if load else None
-    return read_config(path), SafetensorsSource(path) if load else None
+    config = read_config(path)
+    if not load:
+        return config, None
+    source = SafetensorsSource(path)
+    return config, source if config.packing is None else PackedSource(source, config.packing)
 
 
 def _weights(
@@ -121,12 +144,18 @@ def _weights(
     return load_weights(model, source, dtype, device)
 
 
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise InvalidConfiguration("device is cuda, but this machine has no usable CUDA device", param="device")
-    return torch.device(config.device)
+def _min_prefill(config: EngineConfig) -> int:
+    """What was asked for, or the least that the matrices allow."""
+    least = least_prefill(config.quantization)
+    if "min_prefill_tokens" not in config.model_fields_set:
+        return max(config.min_prefill_tokens, least)
+    if config.min_prefill_tokens < least:
+        raise InvalidConfiguration(
+            f"min_prefill_tokens must be at least {least} with {config.quantization} weights, whose kernels change "
+            f"with the number of rows; not {config.min_prefill_tokens}",
+            param="min_prefill_tokens",
+        )
+    return config.min_prefill_tokens
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -140,23 +169,8 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> to
     return _DTYPES[name]
 
 
-def _swap_space(config: EngineConfig, device: torch.device) -> float:
+def swap_space(config: EngineConfig, device: torch.device) -> float:
+    """GiB of host memory for preempted sequences."""
     if config.swap_space is not None:
         return config.swap_space
     return GPU_SWAP_SPACE if device.type == "cuda" else CPU_SWAP_SPACE
-
-
-def _default_cells(context: int, cell_bytes: int, device: torch.device) -> int:
-    affordable = int(_free_bytes(device) * _MEMORY_SHARE) // cell_bytes
-    return max(1, min(_DEFAULT_CONTEXTS * context, affordable))
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    # Linux says what could be freed; elsewhere all pages must do, as free ones alone exclude the file cache.
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import InvalidCheckpoint, UnsupportedModel
+from worker.models.packing import Packing, read_packing
 from worker.models.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling, yarn_magnitude
 
 Json = Mapping[str, Any]
@@ -41,7 +42,8 @@ _HARMLESS_KEYS = """
 class ModelConfig:
     """One decoder of the Llama kind. `windows[i]` is layer i's sliding window in tokens, None for the full context.
 
-    `context` is the most positions that the checkpoint was made for; `dtype` is the checkpoint's own, if it says.
+    `context` is the most positions that the checkpoint was made for; `dtype` is the checkpoint's own, if it says;
+    `packing` says how its matrices are packed, if they are.
     """
 
     architecture: str
@@ -62,6 +64,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     dtype: str | None = None
+    packing: Packing | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -111,6 +114,7 @@ def model_config(data: Json) -> ModelConfig:
     if isinstance(rope.scaling, YarnScaling):
         context = max(context, int(rope.scaling.factor * rope.scaling.original_context))
     attention_bias = architecture in ("llama", "qwen3") and bool(options.pop("attention_bias", False))
+    packed = options.pop("quantization_config", None)
     dtype, old_dtype = options.pop("dtype", None), options.pop("torch_dtype", None)
     config = ModelConfig(
         architecture=architecture,
@@ -131,6 +135,7 @@ def model_config(data: Json) -> ModelConfig:
         mlp_bias=architecture == "llama" and bool(options.pop("mlp_bias", False)),
         qk_norm=architecture == "qwen3",
         dtype=dtype or old_dtype,
+        packing=None if packed is None else read_packing(packed),
     )
     if options.pop("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"hidden_act {data['hidden_act']!r} is not supported; only silu is")

@@ -90,4 +90,4 @@ class Decoder:
             )
         query_key = rotate(query_key, cos, sin)
         mixed = attention.attend(index, query_key[:, :num_heads], query_key[:, num_heads:], value)
-        return functional.linear(mixed.reshape(len(normed), -1), layer.output, layer.output_bias)
+        return functional.linear(mixed.flatten(1), layer.output, layer.output_bias)

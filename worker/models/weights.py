@@ -52,10 +52,22 @@ class DecoderWeights:
     head: Tensor
 
     @property
+    def is_quantized(self) -> bool:
+        return any(hasattr(layer.qkv, "__tensor_flatten__") for layer in self.layers)
+
+    @property
     def bytes_read(self) -> int:
         """What a decode forward reads of them; of an embedding that is not the head it reads a few rows only."""
         tensors = [getattr(layer, field.name) for layer in self.layers for field in fields(layer)]
-        return sum(t.nbytes for t in (self.final_norm, self.head, *tensors) if t is not None)
+        return sum(_stored_bytes(t) for t in (self.final_norm, self.head, *tensors) if t is not None)
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Of a quantized matrix, what its parts hold."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(getattr(tensor, name).nbytes for name in names)
 
 
 class TensorSource(Protocol):

@@ -1,0 +1,201 @@
+"""How forwards of a program are cut, padded and selected, with methods that are traced and not compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from planner.errors import InvalidConfiguration
+from planner.slices import Method, Slice
+from tests.tiny_models import save_tiny_model
+from tests.torch_rig import chunk, executor_of, load, run_step, token_of
+from worker.batch import Batch, cut
+from worker.config import Quantization
+from worker.forwards import EagerForwards
+from worker.kv_pool import KvPool
+from worker.program import Program
+from worker.programs.export import check_compiler, trace
+from worker.programs.forwards import ProgramForwards
+from worker.programs.metadata import ProgramMetadata
+from worker.programs.traced import TracedDecoder
+from worker.torch_executor import TorchExecutor
+
+W, M, NUM_CELLS = 8, 5, 64
+PROMPT = [5, 17, 3, 80, 41, 9, 66, 2]
+
+
+class Recorder:
+    """A compiled method's stand-in: runs the traced graph, and keeps what it was called with."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self.calls: list[tuple[list[int], list[int]]] = []  # tokens, selector
+
+    def __call__(self, tokens: Tensor, positions: Tensor, selector: Tensor, *rest: Any) -> Tensor:
+        self.calls.append((tokens.tolist(), selector.tolist()))
+        logits: Tensor = self._graph(tokens, positions, selector, *rest)
+        return logits
+
+
+class Traced:
+    """Forwards of a traced program and of the eager decoder, each over a pool of its own."""
+
+    def __init__(self, program: Program, metadata: ProgramMetadata, prefill: Any, decodes: dict[int, Any]) -> None:
+        self.prefill, self.decodes = Recorder(prefill), {width: Recorder(graph) for width, graph in decodes.items()}
+        self.pool, self.eager_pool = _pool(program), _pool(program)
+        self.forwards = ProgramForwards(metadata, self.pool, self.decodes, self.prefill)
+        self.eager = EagerForwards(program.decoder, self.eager_pool)
+
+    def compare(self, batch: Batch, method: Method, wanted: list[int]) -> None:
+        """Both give the same logits of `wanted`, and write the same cells."""
+        with torch.inference_mode():
+            ours = self.forwards.run(batch, method, wanted)
+            theirs = self.eager.run(batch, method, wanted)
+            if wanted:
+                torch.testing.assert_close(ours.rows(wanted), theirs.rows(wanted), rtol=1e-4, atol=1e-4)
+        written = np.concatenate([p.chunk.cells[p.start : p.start + p.length] for p in batch.pieces])
+        torch.testing.assert_close(self.pool.keys[:, written], self.eager_pool.keys[:, written], rtol=1e-4, atol=1e-4)
+
+
+def _pool(program: Program) -> KvPool:
+    info = program.info
+    return KvPool(info.num_layers, NUM_CELLS, info.num_kv_heads, info.head_dim, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    folder = tmp_path_factory.mktemp("mistral")
+    save_tiny_model("mistral_window", folder)
+    loaded = load(str(folder), max_prefill_tokens=W, min_prefill_tokens=M)
+    return replace(loaded, info=replace(loaded.info, widths=(1, 4)))
+
+
+@pytest.fixture(scope="module")
+def graphs(program: Program) -> tuple[Any, dict[int, Any]]:
+    module = TracedDecoder(program.decoder).eval()
+    prefill = trace(module, program.decoder, program.info, None).module(check_guards=True)
+    decodes = {width: trace(module, program.decoder, program.info, width).module() for width in (1, 4)}
+    return prefill, decodes
+
+
+def metadata_of(program: Program, min_prefill_tokens: int = M) -> ProgramMetadata:
+    info, config = program.info, program.decoder.config
+    return ProgramMetadata(
+        format=1,
+        name="tiny",
+        architecture=info.architecture,
+        vocab_size=info.vocab_size,
+        context=info.context,
+        max_prefill_tokens=W,
+        min_prefill_tokens=min_prefill_tokens,
+        widths=(1, 4),
+        cells=None,
+        num_layers=info.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=info.num_kv_heads,
+        head_dim=info.head_dim,
+        windows=config.windows,
+        dtype="float32",
+        quantization="none",
+        device="cpu",
+        platform=(),
+        torch="0",
+        source_sha256="",
+        weight_bytes=0,
+        weights={},
+    )
+
+
+@pytest.fixture
+def traced(program: Program, graphs: tuple[Any, dict[int, Any]]) -> Traced:
+    return Traced(program, metadata_of(program), *graphs)
+
+
+def batch_of(*lengths: int) -> Batch:
+    """Fresh sequences of these lengths, in scattered cells."""
+    chunks, first = [], 0
+    for number, length in enumerate(lengths):
+        cells = [(7 * cell) % NUM_CELLS for cell in range(first, first + length)]
+        chunks.append(chunk(PROMPT[:length], cells, sequence_id=number))
+        first += length
+    batch = cut(chunks, Slice(0, sum(lengths), Method.PREFILL), wanted=lambda index: True)
+    assert batch is not None
+    return batch
+
+
+@pytest.mark.parametrize("wanted", [[], [7], [0, 3, 6, 7], [0, 1, 2, 3, 4], [0, 1, 2, 4, 5, 7]])
+def test_a_prefill_selects_at_least_m_rows_repeating_the_last(traced: Traced, wanted: list[int]) -> None:
+    traced.compare(batch_of(5, 3), Method.PREFILL, wanted)
+    ((tokens, selector),) = traced.prefill.calls
+    assert len(tokens) == 8
+    filled = wanted or [7]
+    assert selector == filled + [filled[-1]] * (M - len(filled))
+
+
+def test_a_prefill_of_exactly_m_tokens_is_one_forward(traced: Traced) -> None:
+    traced.compare(batch_of(3, 2), Method.PREFILL, [2, 4])
+    assert len(traced.prefill.calls) == 1
+
+
+@pytest.mark.parametrize("wanted", [[], [3], [0, 1, 2, 3]])
+def test_a_prefill_narrower_than_m_runs_as_that_many_decodes(traced: Traced, wanted: list[int]) -> None:
+    traced.compare(batch_of(4), Method.PREFILL, wanted)
+    assert traced.prefill.calls == []
+    assert [tokens for tokens, _ in traced.decodes[1].calls] == [[token] for token in PROMPT[:4]]
+
+
+def test_decodes_are_padded_to_the_narrowest_width_that_holds_them(traced: Traced) -> None:
+    traced.compare(batch_of(1), Method.DECODE, [0])
+    traced.compare(batch_of(1, 1, 1), Method.DECODE, [0, 2])
+    assert traced.decodes[1].calls == [([5], [0])]
+    assert traced.decodes[4].calls == [([5, 5, 5, 0], [0, 2, 2, 2])]
+
+
+def test_padding_writes_to_no_cell_that_somebody_may_own(traced: Traced) -> None:
+    traced.pool.keys[:, :NUM_CELLS] = 7.0
+    with torch.inference_mode():
+        traced.forwards.run(batch_of(1, 1, 1), Method.DECODE, [0])
+    touched = (traced.pool.keys[:, :NUM_CELLS] != 7.0).flatten(2).any(dim=(0, 2)).nonzero().flatten().tolist()
+    assert touched == [0, 7, 14]
+
+
+def test_whole_prompts_give_the_tokens_of_the_eager_model(program: Program, traced: Traced) -> None:
+    executor = TorchExecutor(program.info, traced.forwards)
+    (answer,) = run_step(executor, [chunk(PROMPT, range(8))])
+    (expected,) = run_step(executor_of(program, NUM_CELLS), [chunk(PROMPT, range(8))])
+    assert token_of(answer) == token_of(expected)
+
+
+def test_bounds_that_meet_are_one_static_width(program: Program) -> None:
+    info = replace(program.info, min_prefill_tokens=W)
+    module = TracedDecoder(program.decoder).eval()
+    graph = trace(module, program.decoder, info, None).module()
+    traced = Traced(program, metadata_of(program, min_prefill_tokens=W), graph, {})
+    traced.compare(batch_of(5, 3), Method.PREFILL, [4, 7])
+    assert traced.prefill.calls[0][1] == [4, *[7] * 7]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_layers_are_traced_as_the_plain_tensors_that_they_consist_of(
+    tmp_path: Path, quantization: Quantization
+) -> None:
+    save_tiny_model("qwen2", tmp_path, sizes={"hidden_size": 64, "intermediate_size": 96})
+    program = load(str(tmp_path), max_prefill_tokens=W, quantization=quantization)
+    module = TracedDecoder(program.decoder).eval()
+    assert any(buffer.dtype in (torch.int8, torch.uint8) for _, buffer in module.named_buffers())
+    prefill = trace(module, program.decoder, program.info, None).module()
+    decode = trace(module, program.decoder, program.info, 1).module()
+    traced = Traced(program, metadata_of(program), prefill, {1: decode})
+    traced.compare(batch_of(5, 3), Method.PREFILL, [4, 7])
+    traced.compare(batch_of(3), Method.PREFILL, [2])
+
+
+def test_a_machine_without_a_compiler_is_told_so() -> None:
+    with pytest.raises(InvalidConfiguration, match="has no no-such-compiler: install one, or name another in CXX"):
+        check_compiler({"CXX": "no-such-compiler"})

@@ -1,0 +1,93 @@
+"""Quantized layers: what they cost in perplexity, what they demand of a program, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.text import load_text
+from planner.errors import InvalidConfiguration
+from planner.slices import Method, Slice
+from tests.tiny_models import save_tiny_model
+from tests.torch_rig import Rig, chunk, executor_of, load, request
+from worker.batch import cut
+from worker.config import EngineConfig, Quantization
+from worker.forwards import EagerForwards
+from worker.kv_pool import KvPool
+from worker.models.decoder import Decoder
+from worker.program import load_program
+from worker.quantize import quantize_weights
+
+# Written for this test.
+TEXT = """\
+The lighthouse keeper wrote down the weather every evening, because his father had done so before him. On most days
+there was little to say: the wind came from the west, the sea was grey, and two or three ships passed far away on their
+road to the harbour. In winter the lamp burned for sixteen hours, and he had to carry oil up the stairs twice in a
+night. When the first snow fell, the road to the village was closed, and he lived on bread, potatoes and dried fish
+until somebody came with a sledge. One morning in February he found a boat on the rocks below the tower. Nobody was in
+it, but there was a wooden box with a broken lock, and in the box were letters, tied together with a blue ribbon. He
+took them into the kitchen, dried them near the stove, and began to read. The first letter was from a woman who asked
+her brother to come home. She said that their mother was ill, that the apple trees had been cut down, and that the
+house would be sold in the spring if he did not return. The second letter was shorter. It said only that it was too
+late now, and that he should keep the money. The keeper looked out of the window for a long time. Then he put the
+letters back into the box, wrote the date and the place on a piece of paper, and waited for the road to open again.
+"""
+
+
+def perplexity(decoder: Decoder, tokens: list[int]) -> float:
+    config = decoder.config
+    pool = KvPool(
+        config.num_layers, len(tokens), config.num_kv_heads, config.head_dim, torch.bfloat16, torch.device("cpu")
+    )
+    whole = Slice(0, len(tokens), Method.PREFILL)
+    batch = cut([chunk(tokens, range(len(tokens)))], whole, wanted=lambda index: True)
+    assert batch is not None
+    rows = list(range(len(tokens) - 1))
+    with torch.inference_mode():
+        logits = EagerForwards(decoder, pool).run(batch, Method.PREFILL, rows).rows(rows)
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]))
+    return math.exp(loss)
+
+
+@pytest.mark.model
+def test_perplexity_grows_by_at_most_two_percent_in_int8_and_eight_in_int4(smollm2_path: Path) -> None:
+    settings = EngineConfig(model=os.fspath(smollm2_path), device="cpu", dtype="bfloat16", max_model_len=512)
+    decoder = load_program(settings).decoder
+    tokens = load_text(smollm2_path).encode(TEXT)
+    assert len(tokens) > 250
+    torch.set_num_threads(2)
+    exact = perplexity(decoder, tokens)
+    assert 2 < exact < 60
+    kinds: tuple[tuple[Quantization, float], ...] = (("int8", 1.02), ("int4", 1.08))
+    for quantization, most in kinds:
+        quantized = Decoder(decoder.config, quantize_weights(decoder.weights, quantization), decoder.context)
+        found = perplexity(quantized, tokens)
+        assert exact / most < found < exact * most, quantization
+        assert found != exact
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_layers_answer_alike_under_every_schedule(tmp_path: Path, quantization: Quantization) -> None:
+    save_tiny_model("qwen2", tmp_path, sizes={"hidden_size": 64, "intermediate_size": 96})
+    program = load(str(tmp_path), quantization=quantization)
+    assert program.info.min_prefill_tokens == 5
+    assert program.info.weight_bytes < load(str(tmp_path)).info.weight_bytes / 2
+    requests = [request([5, 17, 3], 5), request(list(range(40)), 5), request([9], 5)]
+    alone = Rig(executor_of(program, 256, 5)).answer_alone(requests)
+    assert Rig(executor_of(program, 256, 5)).answer(requests) == alone
+    assert Rig(executor_of(program, 256, 5), prefill_chunk_tokens=4).answer(requests) == alone
+
+
+def test_what_no_kernel_takes_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    for settings, said in (
+        ({"quantization": "int4"}, "multiple of 32 columns and 16 rows; qkv has 48 and 128"),
+        ({"quantization": "fp8"}, "compute capability 8.9"),
+        ({"quantization": "int8", "min_prefill_tokens": 4}, "at least 5 with int8 weights.*not 4"),
+    ):
+        with pytest.raises(InvalidConfiguration, match=said):
+            load(str(tmp_path), **settings)

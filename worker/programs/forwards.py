@@ -1,0 +1,135 @@
+"""Runs a program's compiled methods over a pool; see `worker.forwards.Forwards`.
+
+A method is as wide as it was compiled: decodes are padded to their width with rows that write to the scratch cell, a
+prefill narrower than m runs as that many decodes, and a selector shorter than the method's repeats its last row. What
+padding computes nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planner.slices import Method, decode_width, pad_selector
+from worker.attention import Span
+from worker.attention_op import plan_attention
+from worker.batch import Batch
+from worker.forwards import SelectedLogits, spans_of
+from worker.kv_pool import KvPool
+from worker.programs.metadata import ProgramMetadata
+
+
+class CompiledMethod(Protocol):
+    """One method of one width; arguments as those of `worker.programs.traced.TracedDecoder.forward`."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        selector: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: list[Tensor],
+        layouts: list[Tensor],
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive rows of a forward that one call runs: R tokens and positions, int64, and the spans that hold them."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    spans: tuple[Span, ...]
+
+
+class ProgramForwards:
+    """Forwards of an exported program."""
+
+    def __init__(
+        self,
+        metadata: ProgramMetadata,
+        pool: KvPool,
+        decodes: Mapping[int, CompiledMethod],
+        prefill: CompiledMethod,
+    ) -> None:
+        """`decodes` by width. `pool` has the program's geometry, dtype and device, and any number of cells."""
+        self._metadata = metadata
+        self._pool = pool
+        self._decodes = decodes
+        self._prefill = prefill
+        self._num_calls = 0
+
+    @property
+    def num_beats(self) -> int:
+        return self._num_calls
+
+    def run(self, batch: Batch, method: Method, wanted: Sequence[int]) -> SelectedLogits:
+        rows = Rows(batch.tokens, batch.positions, tuple(spans_of(batch)))
+        num_rows = len(rows.tokens)
+        if method is Method.DECODE:
+            return _Computed(self._decode(rows, wanted), wanted)
+        if num_rows >= self._metadata.min_prefill_tokens:
+            least = self._metadata.min_prefill_tokens
+            return _Computed(self._call(self._prefill, rows, pad_selector(_some(wanted, num_rows), least)), wanted)
+        # Each row sees what the rows before it wrote.
+        computed = [self._decode(_one(rows, row), [0]) for row in range(num_rows)]
+        return _Computed(torch.cat(computed), range(num_rows))
+
+    def _decode(self, rows: Rows, wanted: Sequence[int]) -> Tensor:
+        """Lone tokens, in the narrowest decode that holds them."""
+        num_rows = len(rows.tokens)
+        width = decode_width(num_rows, self._metadata.widths)
+        scratch = np.array([self._pool.scratch_cell], dtype=np.int32)
+        idle = tuple(Span(row, 0, 1, scratch) for row in range(num_rows, width))
+        padding = np.zeros(width - num_rows, dtype=np.int64)
+        padded = Rows(
+            np.concatenate((rows.tokens, padding)), np.concatenate((rows.positions, padding)), (*rows.spans, *idle)
+        )
+        return self._call(self._decodes[width], padded, pad_selector(_some(wanted, num_rows), width))
+
+    def _call(self, method: CompiledMethod, rows: Rows, selector: Sequence[int]) -> Tensor:
+        self._num_calls += 1
+        pool, device = self._pool, self._pool.keys.device
+        plans = plan_attention(pool, rows.spans, self._metadata.windows, self._metadata.num_heads).values()
+        return method(
+            torch.from_numpy(rows.tokens).to(device),
+            torch.from_numpy(rows.positions).to(device),
+            torch.tensor(selector, dtype=torch.int64, device=device),
+            pool.keys,
+            pool.values,
+            [plan.table for plan in plans],
+            [plan.layout for plan in plans],
+        )
+
+
+class _Computed:
+    """Logits that are there already; entry i is that of row `rows[i]` of the forward."""
+
+    def __init__(self, logits: Tensor, rows: Sequence[int]) -> None:
+        self._logits = logits
+        self._place_of = {row: place for place, row in enumerate(rows)}
+
+    def rows(self, rows: Sequence[int]) -> Tensor:
+        places = [self._place_of[row] for row in rows]
+        if places == list(range(len(places))):
+            return self._logits[: len(places)]
+        return self._logits.index_select(0, torch.tensor(places, device=self._logits.device))
+
+
+def _some(wanted: Sequence[int], num_rows: int) -> Sequence[int]:
+    """A method computes at least one row: where nothing is wanted, its last, for nobody."""
+    return wanted or [num_rows - 1]
+
+
+def _one(rows: Rows, row: int) -> Rows:
+    """Row `row` alone; its span ends with it."""
+    span = next(span for span in rows.spans if span.row <= row < span.row + span.length)
+    position = span.start + row - span.row
+    lone = Span(0, position, 1, span.cells[: position + 1])
+    return Rows(rows.tokens[row : row + 1], rows.positions[row : row + 1], (lone,))

@@ -1,0 +1,150 @@
+"""From a program's file to an executor: refuses what this machine or these settings cannot run, and says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch._inductor.package.package import load_package
+
+from planner.errors import InvalidConfiguration, InvalidProgram
+from planner.limits import SWAP_BLOCK_CELLS
+from planner.slices import Method
+from worker.config import EngineConfig
+from worker.executor import ProgramInfo
+from worker.kv_pool import KvPool, bytes_per_cell
+from worker.machine import default_cells
+from worker.masks import MaskMaker
+from worker.program import executor_over, make_pool, swap_space
+from worker.programs.forwards import CompiledMethod, ProgramForwards
+from worker.programs.machine import platform_of, torch_version
+from worker.programs.metadata import ProgramMetadata, method_name, read_metadata
+from worker.programs.weight_store import map_weights
+from worker.swap import blocks_in
+from worker.torch_executor import TorchExecutor
+
+
+def build_program_executor(config: EngineConfig, masks: MaskMaker) -> TorchExecutor:
+    """Load the program that `config.model` names and make its pool. `masks`: of answers that follow a grammar.
+
+    Raises `InvalidProgram` where it was made for another machine or torch, `InvalidConfiguration` where the settings
+    ask for what it is not.
+    """
+    path = Path(config.model)
+    metadata = read_metadata(path)
+    check_machine(metadata)
+    info = program_info(metadata, config)
+    pool = make_pool(config, info)
+    return executor_over(pool, info, load_forwards(path, metadata, pool), masks)
+
+
+def load_forwards(path: Path, metadata: ProgramMetadata, pool: KvPool) -> ProgramForwards:
+    """The compiled methods over `pool`, which has the program's geometry. Raises `InvalidProgram` naming what is
+    missing."""
+    weights = {name: tensor.to(metadata.device) for name, tensor in map_weights(path).items()}
+
+    def method(name: str) -> CompiledMethod:
+        try:
+            loaded = load_package(str(path), model_name=name, run_single_threaded=True)
+            # One copy for all methods, and it is ours.
+            loaded.load_constants(weights, check_full_update=True, user_managed=True)
+        except RuntimeError as error:
+            raise InvalidProgram(f"method {name} of {path} cannot be loaded: {error}", param="model") from error
+        return _Loaded(loaded, weights)
+
+    decodes = {width: method(method_name(Method.DECODE, width)) for width in metadata.widths}
+    return ProgramForwards(metadata, pool, decodes, method(method_name(Method.PREFILL)))
+
+
+def check_machine(metadata: ProgramMetadata) -> None:
+    """Raises `InvalidProgram` unless this torch, on this machine, can run what was compiled."""
+    if metadata.torch != torch_version():
+        raise InvalidProgram(
+            f"the program was compiled by torch {metadata.torch}, and this is torch {torch_version()}: export it again",
+            param="model",
+        )
+    if metadata.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidProgram("the program is for cuda, and this machine has no usable CUDA device", param="model")
+    here = platform_of(torch.device(metadata.device))
+    missing = sorted(set(metadata.platform) - set(here))
+    if missing:
+        raise InvalidProgram(
+            f"the program was compiled for {', '.join(missing)}, which this machine's {metadata.device} is not or has "
+            "not: export it again here",
+            param="model",
+        )
+
+
+def program_info(metadata: ProgramMetadata, config: EngineConfig) -> ProgramInfo:
+    """The program under `config`, which may narrow it. Raises `InvalidConfiguration` where it asks for more."""
+    _check_settings(metadata, config)
+    dtype: torch.dtype = getattr(torch, metadata.dtype)
+    context = min(metadata.context, config.max_model_len or metadata.context)
+    cell_bytes = bytes_per_cell(metadata.num_layers, metadata.num_kv_heads, metadata.head_dim, dtype)
+    device = torch.device(metadata.device)
+    return ProgramInfo(
+        name=metadata.name,
+        architecture=metadata.architecture,
+        vocab_size=metadata.vocab_size,
+        context=context,
+        max_prefill_tokens=config.max_prefill_tokens or metadata.max_prefill_tokens,
+        min_prefill_tokens=max(config.min_prefill_tokens, metadata.min_prefill_tokens),
+        widths=metadata.widths,
+        num_cells=config.max_cells or metadata.cells or default_cells(context, cell_bytes, device),
+        num_layers=metadata.num_layers,
+        num_kv_heads=metadata.num_kv_heads,
+        head_dim=metadata.head_dim,
+        dtype=metadata.dtype,
+        device=metadata.device,
+        bytes_per_cell=cell_bytes,
+        weight_bytes=metadata.weight_bytes,
+        swap_blocks=blocks_in(swap_space(config, device), SWAP_BLOCK_CELLS, cell_bytes),
+    )
+
+
+def _check_settings(metadata: ProgramMetadata, config: EngineConfig) -> None:
+    for name in ("device", "dtype", "quantization"):
+        asked, made = getattr(config, name), getattr(metadata, name)
+        if name in config.model_fields_set and asked not in ("auto", made):
+            raise InvalidConfiguration(f"{name} {asked} was asked for, and the program was made for {made}", param=name)
+    if config.load_format == "dummy":
+        raise InvalidConfiguration(
+            "a program has its weights: load_format dummy means nothing here", param="load_format"
+        )
+    w, m = metadata.max_prefill_tokens, metadata.min_prefill_tokens
+    asked_w = config.max_prefill_tokens
+    if asked_w is not None and not m <= asked_w <= w:
+        raise InvalidConfiguration(
+            f"max_prefill_tokens must lie in the program's [{m}, {w}], not {asked_w}", param="max_prefill_tokens"
+        )
+    asked_m = config.min_prefill_tokens
+    if "min_prefill_tokens" in config.model_fields_set and not m <= asked_m <= (asked_w or w):
+        raise InvalidConfiguration(
+            f"min_prefill_tokens must lie in [{m}, {asked_w or w}] for this program, not {asked_m}",
+            param="min_prefill_tokens",
+        )
+    if config.max_model_len is not None and config.max_model_len > metadata.context:
+        raise InvalidConfiguration(
+            f"max_model_len {config.max_model_len} is beyond the program's context of {metadata.context}",
+            param="max_model_len",
+        )
+
+
+class _Loaded:
+    """A compiled method that keeps the weights alive, which it only points to."""
+
+    def __init__(self, compiled: CompiledMethod, weights: dict[str, torch.Tensor]) -> None:
+        self._compiled = compiled
+        self._weights = weights
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        selector: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tables: list[torch.Tensor],
+        layouts: list[torch.Tensor],
+    ) -> torch.Tensor:
+        return self._compiled(tokens, positions, selector, keys, values, tables, layouts)
