@@ -22,7 +22,8 @@ from typing import Any
 from benchmarks.record import record
 from benchmarks.served import free_port, served
 from benchmarks.stepping_executor import STEP_S
-from cluster.bench_online import Prompt, Server, run_load
+from cluster.bench_online import Server, run_load
+from cluster.bench_workloads import Prompt
 from cluster.latency import Spread
 from cluster.sse_client import Target, post_events
 

@@ -32,7 +32,8 @@ from benchmarks.record import record
 from benchmarks.served import free_port, served
 from cluster import workload
 from cluster.bench_offline import GREEDY
-from cluster.bench_online import Prompt, Server, run_load
+from cluster.bench_online import Server, run_load
+from cluster.bench_workloads import Prompt
 from cluster.checkpoints import resolve
 from cluster.offline_engine import OfflineEngine, open_offline
 from cluster.sse_client import Target

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import secrets
 import signal
+import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,13 +30,10 @@ from benchmarks.configured_service import configured_service
 from benchmarks.record import record
 from benchmarks.relay import Relay, relay_to
 from benchmarks.storm_answers import Answer, Ask, Crowd, Road, the_asks
+from benchmarks.storm_service import GATEWAY, MODEL_NAME, NUM_GATEWAYS, NUM_WORKERS, PATIENCE_S, WORKER, settings_of
 from benchmarks.worker_watch import Watch, WatchedWorker, watched
 from tests.service_process import ServiceProcess
 
-NUM_WORKERS, NUM_GATEWAYS = 3, 2
-WORKER, GATEWAY = "ServeReplica:raycomb:Worker", "ServeReplica:raycomb:Gateway"
-MODEL_NAME = "stormed"
-PATIENCE_S = 240.0
 BAR_GATEWAY_FREED_S = 1.0
 
 
@@ -61,21 +60,6 @@ class Storm:
 
     def crowd(self, heard: Callable[[int], None] = lambda _: None) -> Crowd:
         return Crowd(self.service.url, f"127.0.0.1:{self.service.grpc_port}", MODEL_NAME, heard)
-
-
-def settings_of(model: str, secret: str, **more: Any) -> dict[str, Any]:
-    """Of a service that gives nothing up: no sequence has lost too many workers, and runs wait for one to come back."""
-    return {
-        "engine": {"model": model, "device": "cpu", "num_threads": 1},
-        "http": {"served_model_names": [MODEL_NAME]},
-        "num_workers": NUM_WORKERS,
-        "num_gateways": NUM_GATEWAYS,
-        "data_plane_host": "127.0.0.1",
-        "secret": secret,
-        "max_failovers": 50,
-        "failover_timeout_s": PATIENCE_S,
-        **more,
-    }
 
 
 @asynccontextmanager
@@ -136,6 +120,7 @@ async def kill_gateway(storm: Storm, num_events: int) -> tuple[list[Answer], dic
         "errors": sorted({answer.error or "" for answer in hurt}),
         "told_within_s": round(last_error - killed_at[0], 3),
         "freed_within_s": _freed_within_s(storm.watch.seen, spared, killed_at[0]),
+        "step_p50_s": _median_step_s(storm.watch.seen, killed_at[0]),
     }
 
 
@@ -146,6 +131,12 @@ def _freed_within_s(workers: list[WatchedWorker], spared: list[tuple[Answer, int
         if sum(worker.num_live_at(at) for worker in workers) <= wanted:
             return round(at - since, 3)
     return None
+
+
+def _median_step_s(workers: list[WatchedWorker], before: float) -> float:
+    """Of the steps that ended before that time: nothing is freed within one."""
+    ends = [[at for at, num_live in worker.history if at <= before and num_live] for worker in workers]
+    return round(statistics.median(b - a for each in ends for a, b in itertools.pairwise(each)), 3)
 
 
 async def cut_links(storm: Storm, num_events: int) -> tuple[list[Answer], dict[str, Any]]:

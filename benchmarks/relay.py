@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 READ_BYTES = 2**16
+CLOSING_S = 0.05
 
 
 class Relay:
@@ -31,6 +32,7 @@ class Relay:
         self._whole.set()
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Carry one connection until either end closes it. Does not close `writer`."""
         await self._whole.wait()
         far_reader, far_writer = await asyncio.open_connection(*self._far)
         pumps = [
@@ -43,8 +45,7 @@ class Relay:
             for task in pumps:
                 task.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            for end in (writer, far_writer):
-                end.transport.abort()
+            far_writer.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
@@ -64,7 +65,12 @@ async def relay_to(far_address: str) -> AsyncIterator[Relay]:
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(relay.connect(reader, writer))
         connections.add(task)
-        task.add_done_callback(connections.discard)
+
+        def ended(_: asyncio.Task[None]) -> None:  # also of a task that was cancelled before it began
+            connections.discard(task)
+            writer.transport.abort()
+
+        task.add_done_callback(ended)
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()[:2]
@@ -76,3 +82,4 @@ async def relay_to(far_address: str) -> AsyncIterator[Relay]:
         for task in list(connections):
             task.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
+        await asyncio.sleep(CLOSING_S)  # what was aborted is closed in the loop's next turns

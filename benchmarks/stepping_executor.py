@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import Any
 
 from planner.request import Request, TokenLogprobs
 from planner.step import Chunk, ChunkOutput, Step, StepResult
@@ -16,6 +17,7 @@ from worker.executor import ProgramInfo
 from worker.vocabulary import VocabularySource
 
 STEP_S = 0.005
+SLOW_STEP_S = 0.05
 VOCAB_SIZE = 49_152  # SmolLM2's, whose tokenizer makes text of the tokens
 FIRST_TOKEN, NUM_TOKENS = 300, 64
 
@@ -42,20 +44,26 @@ def make(config: EngineConfig, _: VocabularySource | None = None) -> SteppingExe
     )
 
 
+def make_slow(*settings: Any) -> SteppingExecutor:
+    """The same with steps of `SLOW_STEP_S`, for many workers on few cores."""
+    return SteppingExecutor(make(*settings).info, SLOW_STEP_S)
+
+
 class SteppingExecutor:
-    """A `worker.executor.Executor`. A step ends `STEP_S` seconds after its launch."""
+    """A `worker.executor.Executor`. A step ends `step_s` seconds after its launch."""
 
     max_steps_in_flight = 1
 
-    def __init__(self, info: ProgramInfo) -> None:
+    def __init__(self, info: ProgramInfo, step_s: float = STEP_S) -> None:
         self.info = info
+        self._step_s = step_s
         self._launched: deque[tuple[Step, float]] = deque()
 
     def prepare(self, request: Request) -> None:
         """Nothing is slow to make."""
 
     def launch(self, step: Step) -> None:
-        self._launched.append((step, time.perf_counter() + STEP_S))
+        self._launched.append((step, time.perf_counter() + self._step_s))
 
     def collect(self) -> StepResult:
         step, ends_at = self._launched.popleft()

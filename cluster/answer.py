@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from cluster.choice import Choice, Echo, Ending, Piece, ScoredToken, TextRules
 from cluster.detokeniser import Detokeniser
 from cluster.fleet import Fleet, Generation
+from cluster.gateway_meter import RequestMeter
 from cluster.requests import ChoicePlan
 from cluster.text import TextModel
 from planner.errors import RaycombError, RequestFailed
@@ -53,15 +54,17 @@ class Answer:
         text: TextModel,
         plans: Sequence[ChoicePlan],
         rules: TextRules,
+        meter: RequestMeter,
         *,
         scored: bool,
     ) -> None:
+        self.meter = meter
         self._fleet = fleet
         self._parts: list[_Part] = []
         for plan in plans:
             first = sum(part.plan.n for part in self._parts)
             choices = [Choice(first + i, text.tokens, rules, scored=scored) for i in range(plan.n)]
-            self._parts.append(_Part(plan, choices, text))
+            self._parts.append(_Part(plan, choices, text, meter))
         self._failure: RaycombError | None = None
 
     @property
@@ -138,11 +141,13 @@ class Answer:
 class _Part:
     """One prompt's generation and choices. Owner: the answer."""
 
-    def __init__(self, plan: ChoicePlan, choices: list[Choice], text: TextModel) -> None:
+    def __init__(self, plan: ChoicePlan, choices: list[Choice], text: TextModel, meter: RequestMeter) -> None:
         self.plan = plan
         self.choices = choices
         self.num_cached = 0
         self._text = text
+        self._meter = meter
+        self._prompt_counted = False
         self._generation: Generation | None = None
         self._waiting: asyncio.Task[list[Update]] | None = None
         self._prompt_scores: dict[int, list[TokenLogprobs]] = {}
@@ -155,6 +160,9 @@ class _Part:
         if self.plan.request is not None:
             self._generation = fleet.submit(self.plan.request)
             return []
+        self._count_prompt()
+        for _ in self.choices:
+            self._meter.ended(Ending.LENGTH)
         return [piece for c in self.choices for piece in (c.echo(self._echo(0)), c.end(Ending.LENGTH))]
 
     async def next(self, timeout_s: float) -> list[Update]:
@@ -198,10 +206,15 @@ class _Part:
             update = update._replace(finish_reason=None, error=None)
         if self.plan.echo and not choice.begun and (update.tokens or update.finish_reason is not None):
             pieces.append(choice.echo(self._echo(update.index)))
+        if update.tokens or update.finish_reason is not None:
+            self._count_prompt()
+        num_tokens = choice.num_tokens
         piece = choice.take(update)
+        self._meter.tokens(choice.index, choice.num_tokens - num_tokens)
         if piece is not None:
             pieces.append(piece)
         if piece is not None and piece.ending is not None:
+            self._meter.ended(piece.ending)
             if update.finish_reason is None and self._generation is not None:
                 self._generation.cancel([update.index])
         elif error is not None:
@@ -221,6 +234,11 @@ class _Part:
         if len(scores) == len(self.plan.prompt.ids) - 1:  # nothing precedes the first token, so it has no score
             return [TokenLogprobs(self.plan.prompt.ids[0], None), *scores]
         return scores
+
+    def _count_prompt(self) -> None:
+        if not self._prompt_counted:
+            self._prompt_counted = True
+            self._meter.prompt(len(self.plan.prompt.ids))
 
     def _echo(self, index: int) -> Echo:
         prompt = self.plan.prompt

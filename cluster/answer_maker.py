@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from cluster.answer import Answer
 from cluster.api_settings import ApiSettings
+from cluster.choice import TextRules
+from cluster.debug_views import Inspect, nobody
 from cluster.fleet import Fleet, ServedModel
-from cluster.headers import Terms
+from cluster.gateway_meter import GatewayMeter
+from cluster.headers import Terms, terms
+from cluster.key_ring import KeyRing, KeyUse
 from cluster.message_reader import NewReader
 from cluster.prompts import EncodedPrompt, PromptEncoder
-from cluster.requests import Extras, on_terms, plan_chat, plan_completion, served_name, text_rules
+from cluster.requests import ChoicePlan, Extras, on_terms, plan_chat, plan_completion, served_name, text_rules
 from cluster.session_answer import SessionAnswer
 from cluster.sessions import Session, Sessions
 from cluster.side_threads import SideThreads
@@ -23,11 +28,16 @@ from protos.openai import ChatBody, CompletionBody, DetokenizeBody, GenerationBo
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the endpoints serve from. `num_gateways`: of the application, this one included."""
+    """What the endpoints serve from. `inspect` asks the workers what they hold; `model_name` and `gateway_id` are
+    labels of the metrics. `num_gateways`: of the application, this one included."""
 
     fleet: Fleet
     text: TextModel
     settings: ApiSettings
+    meter: GatewayMeter = field(default_factory=GatewayMeter)
+    inspect: Inspect = nobody
+    model_name: str = ""
+    gateway_id: str = ""
     num_gateways: int = 1
 
 
@@ -40,6 +50,7 @@ class AnswerMaker:
         self.threads = SideThreads(
             inline_size=settings.inline_size, num_threads=settings.text_threads, max_waiting=settings.max_long_texts
         )
+        self.keys = KeyRing(settings)
         self._prompts = PromptEncoder(service.text, self.threads)
         self._forms = FormReader(self.threads)
         self._sessions = Sessions(
@@ -74,6 +85,11 @@ class AnswerMaker:
         """What clients may call the model."""
         return self.service.settings.served_model_names or (self.served().name,)
 
+    def terms(self, deadlines: Sequence[str], tenants: Sequence[str], key: KeyUse | None) -> Terms:
+        """As `cluster.headers.terms`; whether a request may name its tenant is for the operator and its key to say."""
+        may_name = self.service.settings.tenant_from_header and not (key is not None and key.is_fixed)
+        return terms(deadlines, tenants if may_name else (), "" if key is None else key.tenant)
+
     async def completion(self, body: CompletionBody, terms: Terms) -> tuple[Answer, str]:
         """The answer to a text completion, and the name to answer with. Raises `RequestRefused`."""
         model, name = self.model(body.model)
@@ -82,7 +98,7 @@ class AnswerMaker:
         extras = await self._extras(body, requested_form(body))
         plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings, extras))
         scored = body.logprobs is not None or body.num_made > body.n
-        return Answer(self.service.fleet, text, plans, text_rules(body, body.logprobs), scored=scored), name
+        return self._answer(plans, text_rules(body, body.logprobs), terms, scored=scored), name
 
     async def extension(self, body: CompletionBody, session: Session, terms: Terms) -> tuple[Answer, str]:
         """The answer that goes on with a session behind the body's prompt, which is one text or list of token ids.
@@ -107,7 +123,8 @@ class AnswerMaker:
             prompt = EncodedPrompt([*session.tokens, *delta])
             plans = on_terms(terms, plan_completion(body, [prompt], model, text.eos_ids, self.service.settings, extras))
             rules = text_rules(body, body.logprobs)
-            return SessionAnswer(self.service.fleet, text, plans, rules, turn, scored=body.logprobs is not None), name
+            meter, scored = self.service.meter.request(terms.arrived_at), body.logprobs is not None
+            return SessionAnswer(self.service.fleet, text, plans, rules, meter, turn, scored=scored), name
         except BaseException:
             turn.end()
             raise
@@ -126,8 +143,11 @@ class AnswerMaker:
         plans = on_terms(terms, plan_chat(body, prompt, model, text.eos_ids, self.service.settings, extras))
         marks = frozenset(text.marks.values()) if talk.new_reader is not None else frozenset()
         rules = text_rules(body, body.top_logprobs or 0, marks)
-        answer = Answer(self.service.fleet, text, plans, rules, scored=body.logprobs)
-        return answer, name, talk.new_reader
+        return self._answer(plans, rules, terms, scored=body.logprobs), name, talk.new_reader
+
+    def _answer(self, plans: Sequence[ChoicePlan], rules: TextRules, terms: Terms, *, scored: bool) -> Answer:
+        service = self.service
+        return Answer(service.fleet, service.text, plans, rules, service.meter.request(terms.arrived_at), scored=scored)
 
     async def _extras(self, body: GenerationBody, form: Form | None) -> Extras:
         """Raises `InvalidRequest` where the form cannot be kept to."""

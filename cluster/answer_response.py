@@ -68,8 +68,9 @@ class AnswerResponse(Response):
         error: RaycombError | None = None
         ending = b""
         try:
-            async with asyncio.timeout(self._delivery.terms.patience_s):
-                ending = await (self._send_events(send) if self._delivery.stream else self._whole())
+            with self._answer.meter:
+                async with asyncio.timeout(self._delivery.terms.patience_s):
+                    ending = await (self._send_events(send) if self._delivery.stream else self._whole())
         except TimeoutError:
             error = DeadlineExceeded("the request's deadline passed")
         except RaycombError as failure:

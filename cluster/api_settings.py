@@ -7,11 +7,26 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 
+class KeySettings(BaseModel):
+    """An API key, of which only the SHA-256 is known here, in hexadecimal digits.
+
+    * `tenant`: on whose account its requests run, whatever their headers say; None: an account of the key's own.
+    * `max_open_requests`, `requests_per_minute`: of those that ask for tokens, at each gateway; None: without limit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    tenant: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,64}$")
+    max_open_requests: int | None = Field(default=None, ge=1)
+    requests_per_minute: int | None = Field(default=None, ge=1)
+
+
 class ApiSettings(BaseModel):
     """Sizes in bytes or characters, times in seconds.
 
     * `served_model_names`: names that clients may use; the first one answers. Empty: the model's own name.
-    * `api_keys`: any of them opens the endpoints; empty: they are open.
+    * `api_keys`, and `keys` of which only hashes are known: any of them opens the endpoints; without any they are open.
     * `open_paths`: answered without a key.
     * `tenant_from_header`: whether a client may name its tenant; else its key does. Who may can claim several shares,
       so say no unless those that send the header are trusted, or a proxy in front sets it.
@@ -27,6 +42,7 @@ class ApiSettings(BaseModel):
 
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = ()
+    keys: tuple[KeySettings, ...] = ()
     open_paths: frozenset[str] = frozenset({"/health", "/ready", "/version", "/metrics"})
     version: str = "0.1.0"
     tenant_from_header: bool = True

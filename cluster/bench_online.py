@@ -14,24 +14,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cluster import workload
+from cluster import bench_workloads, workload
+from cluster.bench_workloads import OnlineWorkload, Prompt
 from cluster.latency import LoadResult, RequestRecord, result_block
 from cluster.sse_client import HttpError, Target, post_events
 from planner.errors import InvalidConfiguration
 
 PATH = "/v1/completions"
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Text or token ids, and how many tokens of answer are asked for. `num_input` is 0 where only the server knows."""
-
-    prompt: str | list[int]
-    output_len: int
-
-    @property
-    def num_input(self) -> int:
-        return 0 if isinstance(self.prompt, str) else len(self.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +85,14 @@ async def run_load(
     prompts: Sequence[Prompt],
     *,
     request_rate: float = math.inf,
+    burstiness: float = 1.0,
+    times: Sequence[float] | None = None,
     max_concurrency: int | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> LoadResult:
-    """Send every prompt at its time, at most `max_concurrency` at once, and wait for all answers.
+    """Send every prompt at its time, at most `max_concurrency` at once, and wait for all answers. `times`, in seconds
+    from the start, go before rate and burstiness.
 
     A request that waits for its turn under `max_concurrency` is timed from when it is sent, as is usual.
     """
@@ -114,7 +106,7 @@ async def run_load(
         bar.update()
         return record
 
-    arrivals = workload.arrival_times(len(prompts), request_rate, seed=seed)
+    arrivals = times or list(bench_workloads.arrivals(len(prompts), request_rate, burstiness, seed=seed))
     with tqdm(total=len(prompts), disable=not progress, unit="request") as bar:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(prompt, at)) for prompt, at in zip(prompts, arrivals, strict=True)]
@@ -128,6 +120,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, default=100)
     parser.add_argument("--request-rate", type=float, default=math.inf, help="requests a second (Poisson), or inf")
     parser.add_argument("--max-concurrency", type=int, help="most requests in flight")
+    parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly")
+    parser.add_argument(
+        "--workload", type=OnlineWorkload, default=OnlineWorkload.RANDOM, metavar="random|chat|shared-prefix|trace"
+    )
+    parser.add_argument("--prefix-len", type=int, default=512, help="shared-prefix: tokens of each prefix")
+    parser.add_argument("--num-prefixes", type=int, default=20, help="shared-prefix: how many there are")
+    parser.add_argument("--trace", type=Path, help="trace: JSON lines with at, output_len, and prompt or input_len")
+    parser.add_argument(
+        "--goodput", nargs="+", default=[], metavar="MEASURE:MS", help="count requests within ttft, tpot and e2el"
+    )
     parser.add_argument("--input-len", type=int, default=128, help="tokens of each random prompt")
     parser.add_argument("--output-len", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--vocab-size", type=int, default=32_000, help="random token ids are below this")
@@ -151,29 +153,54 @@ def read_prompts(path: Path, output_len: int) -> list[Prompt]:
     return prompts
 
 
+def chosen_load(args: argparse.Namespace) -> tuple[list[Prompt], list[float] | None]:
+    """What the flags ask for, and when it is sent where the load itself says so. Raises `InvalidConfiguration`."""
+    if (args.trace is not None) != (args.workload is OnlineWorkload.TRACE):
+        raise InvalidConfiguration("--trace FILE and --workload trace go together", param="trace")
+    if args.prompts is not None:
+        return read_prompts(args.prompts, args.output_len), None
+    match args.workload:
+        case OnlineWorkload.TRACE:
+            return bench_workloads.read_trace(args.trace, vocab_size=args.vocab_size, seed=args.seed)
+        case OnlineWorkload.CHAT:
+            return bench_workloads.chat(args.num_prompts, vocab_size=args.vocab_size, seed=args.seed), None
+        case OnlineWorkload.SHARED_PREFIX:
+            prompts = bench_workloads.shared_prefix(
+                args.num_prompts,
+                num_prefixes=args.num_prefixes,
+                prefix_len=args.prefix_len,
+                input_len=args.input_len,
+                output_len=args.output_len,
+                vocab_size=args.vocab_size,
+                seed=args.seed,
+            )
+            return prompts, None
+    items = workload.uniform(
+        args.num_prompts, args.input_len, args.output_len, vocab_size=args.vocab_size, seed=args.seed
+    )
+    return [Prompt(list(item.prompt), item.output_len) for item in items], None
+
+
 def execute(args: argparse.Namespace) -> int:
     """Run the load; print the table and, as the last line, JSON. Exit code 1 if any request failed."""
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise InvalidConfiguration("max_concurrency must be at least 1", param="max_concurrency")
-    if args.prompts is not None:
-        prompts = read_prompts(args.prompts, args.output_len)
-    else:
-        items = workload.uniform(
-            args.num_prompts, args.input_len, args.output_len, vocab_size=args.vocab_size, seed=args.seed
-        )
-        prompts = [Prompt(list(item.prompt), item.output_len) for item in items]
+    slo = bench_workloads.parse_slo(args.goodput)
+    prompts, times = chosen_load(args)
     server = Server(Target.parse(args.base_url), args.model, args.api_key, args.ignore_eos)
     result = asyncio.run(
         run_load(
             server,
             prompts,
             request_rate=args.request_rate,
+            burstiness=args.burstiness,
+            times=times,
             max_concurrency=args.max_concurrency,
             seed=args.seed,
             progress=True,
         )
     )
-    print(result_block(result))
+    print(result_block(result, slo))
     for error in sorted({r.error for r in result.records if r.error is not None})[:5]:
         print(f"failed: {error}")
     figures = {
@@ -182,7 +209,9 @@ def execute(args: argparse.Namespace) -> int:
         "model": args.model,
         "seed": args.seed,
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
-        **result.summary(),
+        "workload": args.workload.value,
+        "burstiness": args.burstiness,
+        **result.summary(slo),
     }
     if args.result is not None:
         args.result.write_text(json.dumps(figures, indent=2) + "\n")

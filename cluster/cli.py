@@ -1,4 +1,5 @@
-"""The `raycomb` command: `serve` a model, `run` prompts offline, `bench` either, `export` programs, ask the `doctor`.
+"""The `raycomb` command: `serve` a model, `run` prompts offline, `bench` either, `export` it, `explain` steps, ask the
+`doctor`, and more.
 
 Each subcommand is a module with `add_arguments(parser)` and `execute(args) -> exit code`. Exit code 2 and one line on
 stderr mean that something was asked for that cannot be.
@@ -21,6 +22,10 @@ COMMANDS = {
     "bench": ("cluster.bench_command", "measure an engine or a server"),
     "export": ("cluster.export_command", "make a program of a model: compiled once, started anywhere alike"),
     "inspect": ("cluster.inspect_command", "say what is in a program"),
+    "top": ("cluster.top_command", "watch the fleet of a running service"),
+    "explain": ("cluster.explain_command", "say why the steps of a recorded step log were as they were"),
+    "keys": ("cluster.keys_command", "make an API key and its entry for a file of keys"),
+    "certs": ("cluster.certs_command", "make the certificates of data plane and front"),
     "doctor": ("cluster.doctor_command", "check this machine, or every node of RAY_ADDRESS's cluster"),
 }
 EXIT_CODE_OF_SETUP_ERRORS = 2
@@ -58,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser(tokens: Sequence[str]) -> Parser:
     """The parser of all commands; only the one that `tokens` ask for is imported."""
     parser = Parser(prog="raycomb", description="Batched language-model serving on many GPUs.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(COMMANDS)}}}")
     for name, (module_name, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         if name in tokens[:1]:

@@ -33,9 +33,11 @@ class ServiceConfig(BaseModel):
     * `http` are the settings of the HTTP endpoints, with the names and keys that clients use.
     * `executor` is the import path of what makes an executor from an `EngineConfig` and the source of a vocabulary.
     * `data_plane_host` is the address that workers bind and gateways reach; None: the node's own, as Ray knows it.
+    * `data_plane_tls` is a folder on every node with the files of `raycomb certs`; None: the data plane is plaintext.
     * `secret` authenticates gateways to workers; made new when it is not given.
     * `worker_cpus`, `gateway_cpus` are what Ray reserves for one replica; a worker on CUDA also reserves one GPU.
     * `drain_timeout_s` is how long a worker or gateway that is to end waits for what runs on it.
+    * `step_log` is a folder where each worker records its planner's steps, with the token ids of prompts.
     * `failover_timeout_s`, `max_failovers`, `stall_timeout_s`: see `cluster.failover.FailoverLimits`.
     """
 
@@ -47,10 +49,12 @@ class ServiceConfig(BaseModel):
     num_gateways: int = Field(default=1, ge=1)
     executor: str = Field(default=BUILD_EXECUTOR, pattern=r"^[\w.]+:\w+$")
     data_plane_host: str | None = None
+    data_plane_tls: str | None = None
     secret: SecretStr = Field(default_factory=lambda: SecretStr(secrets.token_hex(32)))
     worker_cpus: float = Field(default=0.5, gt=0)
     gateway_cpus: float = Field(default=0.25, gt=0)
     drain_timeout_s: float = Field(default=30.0, gt=0)
+    step_log: str | None = None
     failover_timeout_s: float = Field(default=60.0, gt=0)
     max_failovers: int = Field(default=3, ge=0)
     stall_timeout_s: float = Field(default=60.0, gt=0)

@@ -14,10 +14,13 @@ from worker.executor import Executor, ProgramInfo, limits_for
 
 
 def make_engine(
-    settings: EngineConfig, on_death: Callable[[BaseException], None], executor: str = BUILD_EXECUTOR
+    settings: EngineConfig,
+    on_death: Callable[[BaseException], None],
+    executor: str = BUILD_EXECUTOR,
+    step_log: Path | None = None,
 ) -> Engine:
     """An engine that is not started yet. `settings.model` is a path; `executor` is the import path of what makes the
-    executor. Executor and limits are made on the engine's thread when it starts."""
+    executor. Executor and limits are made on the engine's thread when it starts. `step_log`: see `Engine`."""
     factory = load_executor_factory(executor)
     made: list[Executor] = []
 
@@ -28,4 +31,4 @@ def make_engine(
     def limits(info: ProgramInfo) -> Limits:
         return limits_for(settings, info, made[0].max_steps_in_flight)
 
-    return Engine(make, limits, inbox_size=settings.max_waiting, on_death=on_death)
+    return Engine(make, limits, inbox_size=settings.max_waiting, on_death=on_death, step_log=step_log)

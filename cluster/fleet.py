@@ -5,11 +5,14 @@ The real one (`cluster.streams`) speaks gRPC to every worker; tests hand the end
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.router import Predictions, WorkerInfo
+from planner.limits import Snapshot
 from planner.request import Request, Update
+from worker.totals import Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,16 @@ class ServedModel:
     context: int
     capacity: int
     max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """The last that a worker said of itself. `draining`: it takes no new requests."""
+
+    info: WorkerInfo
+    snapshot: Snapshot
+    draining: bool
+    totals: Totals
 
 
 class Generation(Protocol):
@@ -55,6 +68,16 @@ class Fleet(Protocol):
     @property
     def ready(self) -> bool:
         """Whether at least one worker takes requests now."""
+        ...
+
+    @property
+    def reports(self) -> Sequence[WorkerReport]:
+        """Of every worker with an open stream that has spoken."""
+        ...
+
+    @property
+    def predictions(self) -> Predictions:
+        """How well it was foreseen what prompts would find resident."""
         ...
 
     def submit(self, request: Request) -> Generation:

@@ -5,28 +5,39 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from ray import serve
+from ray.exceptions import RayError
 
 from cluster.activity import Activity, activity
 from cluster.answer_maker import AnswerMaker, Service
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
+from cluster.debug_views import View
 from cluster.failover import FailoverLimits
+from cluster.gateway_meter import GatewayMeter
+from cluster.gateway_metrics import gateway_samples
 from cluster.grpc_api import GrpcApi
 from cluster.grpc_health import Health
 from cluster.grpc_methods import GrpcMethods
 from cluster.http_api import create_app
 from cluster.membership import Members, board, board_key
+from cluster.ray_metrics import RayMetrics
 from cluster.router import Predictions, Router
+from cluster.service_metrics import gateway_labels
 from cluster.streams import Streams
 from cluster.text import load_text
+from planner.errors import Unavailable
+from worker.tls import channel_credentials
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 logger = logging.getLogger("ray.serve")
+
+INSPECT_WITHIN_S: Final = 8.0
 
 
 @serve.ingress()
@@ -46,8 +57,20 @@ class Gateway(GrpcMethods):
             offset=zlib.crc32(replica_tag.encode()),
         )
         limits = FailoverLimits(config.failover_timeout_s, config.max_failovers, config.stall_timeout_s)
-        self._streams = Streams(config.model_name, config.secret.get_secret_value(), router, limits)
-        self._maker = AnswerMaker(Service(self._streams, text, config.http, config.num_gateways))
+        meter = GatewayMeter()
+        credentials = None if config.data_plane_tls is None else channel_credentials(Path(config.data_plane_tls))
+        self._streams = Streams(config.model_name, config.secret.get_secret_value(), router, limits, meter, credentials)
+        service = Service(
+            self._streams,
+            text,
+            config.http,
+            meter,
+            self._inspect,
+            model_name=config.model_name,
+            gateway_id=replica_tag,
+            num_gateways=config.num_gateways,
+        )
+        self._maker = AnswerMaker(service)
         self._grpc = GrpcApi(self._maker)
         self._health = Health(self._streams)
         loop = asyncio.get_running_loop()
@@ -56,11 +79,23 @@ class Gateway(GrpcMethods):
             loop.call_soon_threadsafe(self._set_members, members)
 
         self._unsubscribe = board().subscribe(board_key(workers.app_name, workers.deployment_name), follow)
+        labels = gateway_labels(service.model_name, service.gateway_id)
+        self._ray_metrics = RayMetrics(labels, lambda: gateway_samples(meter, self._streams))
+        self._ray_metrics.start()
         self._workers = workers.options()  # `options` starts the handle's router, and with it the membership's flow
 
     def __serve_build_asgi_app__(self) -> Any:
         """Serve asks for the application once, after the constructor."""
         return create_app(self._maker, tells_request_id=False)
+
+    async def _inspect(self, num_steps: int) -> list[View]:
+        """Over Serve's control plane, which is slow and reaches every worker."""
+        asked = self._workers.broadcast("inspect", num_steps)
+        try:
+            views: list[View] = await asyncio.to_thread(asked.results, timeout_s=INSPECT_WITHIN_S)
+        except (RayError, TimeoutError) as error:
+            raise Unavailable(f"not every worker said what it holds: {type(error).__name__}") from error
+        return views
 
     def _set_members(self, members: Members) -> None:
         if not self._health.draining:
@@ -88,3 +123,4 @@ class Gateway(GrpcMethods):
         if hasattr(self, "_unsubscribe"):
             self._unsubscribe()
             await self._streams.close()
+            await self._ray_metrics.stop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import ExitStack
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -18,7 +19,8 @@ from cluster.choice import Piece
 from cluster.grpc_bodies import detokenize_body, generation_body, tokenize_body
 from cluster.grpc_status import Call, CallStatus, metadata_values
 from cluster.grpc_voice import GrpcVoice
-from cluster.headers import DEADLINE, TENANT, ApiKeys, Terms, account, terms
+from cluster.headers import DEADLINE, TENANT, Terms
+from cluster.key_ring import KeyUse
 from planner.errors import BodyTooLarge
 from protos import inference_pb2 as pb
 from protos.openai import CompletionBody
@@ -36,23 +38,26 @@ class GrpcApi:
     def __init__(self, maker: AnswerMaker) -> None:
         self._maker = maker
         self._settings = maker.service.settings
-        self._keys = ApiKeys(self._settings.api_keys)
 
     async def generate(self, request: pb.GenerateRequest, call: Call) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Ending the iteration, by `aclose` or by cancelling its task, ends what runs on the workers."""
-        with CallStatus(call) as status:
-            agreed = self._admit(request, call)
-            async with asyncio.timeout(agreed.left_s):
-                answer = await self._answer(request, agreed)
+        with CallStatus(call) as status, ExitStack() as held:
+            with self._maker.service.meter.admission():
+                agreed, key = self._admit(request, call)
+                if key is not None:
+                    held.enter_context(key.admitted())
+                async with asyncio.timeout(agreed.left_s):
+                    answer = await self._answer(request, agreed)
             try:
-                voice = GrpcVoice(self._maker.service.text.tokens)
-                pieces = answer.start()
-                while not answer.finished:
-                    pieces += await self._news(answer, agreed)
-                    message = voice.message(pieces, answer.counts(), last=answer.finished)
-                    pieces = []
-                    if message is not None:
-                        yield message
+                with answer.meter:
+                    voice = GrpcVoice(self._maker.service.text.tokens)
+                    pieces = answer.start()
+                    while not answer.finished:
+                        pieces += await self._news(answer, agreed)
+                        message = voice.message(pieces, answer.counts(), last=answer.finished)
+                        pieces = []
+                        if message is not None:
+                            yield message
             finally:
                 await answer.close()
         if status.failed:
@@ -83,21 +88,20 @@ class GrpcApi:
 
     async def _unary(self, request: Message, call: Call, work: Callable[[], Awaitable[M]], empty: M) -> M:
         with CallStatus(call):
-            async with asyncio.timeout(self._admit(request, call).left_s):
+            agreed, _ = self._admit(request, call)
+            async with asyncio.timeout(agreed.left_s):
                 return await work()
         return empty
 
-    def _admit(self, request: Message, call: Call) -> Terms:
-        """Whose call it is, and when it must be over. Raises `RequestRefused`."""
+    def _admit(self, request: Message, call: Call) -> tuple[Terms, KeyUse | None]:
+        """Whose call it is, when it must be over, and its key if there are any. Raises `RequestRefused`."""
         metadata = list(call.invocation_metadata())
         authorization = "".join(metadata_values(metadata, "authorization")[:1])
-        self._keys.check(authorization)
+        key = self._maker.keys.find(authorization)
         size = request.ByteSize()
         if size > self._settings.max_body_bytes:
             raise BodyTooLarge(f"the request has {size} bytes; at most {self._settings.max_body_bytes} are read")
-        named = metadata_values(metadata, TENANT) if self._settings.tenant_from_header else []
-        keyed = account(authorization) if self._settings.api_keys else ""
-        return terms(metadata_values(metadata, DEADLINE), named, keyed)
+        return self._maker.terms(metadata_values(metadata, DEADLINE), metadata_values(metadata, TENANT), key), key
 
     async def _body(self, request: M, made: Callable[[M], B]) -> B:
         return await self._maker.threads.run(request.ByteSize() // 16, lambda: made(request))

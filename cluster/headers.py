@@ -1,19 +1,15 @@
-"""What a client may say beside its request, in HTTP headers or gRPC metadata alike: key, id, deadline and tenant."""
+"""What a client may say beside its request, in HTTP headers or gRPC metadata alike: id, deadline and tenant."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from pydantic import SecretStr
-
-from planner.errors import InvalidRequest, Unauthenticated
+from planner.errors import InvalidRequest
 from planner.request import MAX_TENANT
 
 REQUEST_ID: Final = "x-request-id"
@@ -43,10 +39,11 @@ def deadline_s(value: str | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On whose account a request runs, and until when: `deadline` is a time on `time.monotonic`'s clock."""
+    """On whose account a request runs, and until when. Times are on `time.monotonic`'s clock."""
 
     tenant: str = ""
     deadline: float | None = None
+    arrived_at: float = field(default_factory=time.monotonic, compare=False)
 
     @property
     def left_s(self) -> float | None:
@@ -70,30 +67,5 @@ def terms(deadlines: Sequence[str], tenants: Sequence[str], account: str) -> Ter
         raise InvalidRequest(
             f"{TENANT} must be one name of at most {MAX_TENANT} printable ASCII characters without spaces", param=TENANT
         )
-    return Terms(tenants[0] if tenants else account, time.monotonic() + min(given) if given else None)
-
-
-def account(authorization: str) -> str:
-    """The tenant that a valid key stands for: a name that tells the key to nobody."""
-    return f"key-{hashlib.sha256(_key(authorization)).hexdigest()[:12]}"
-
-
-def _key(authorization: str) -> bytes:
-    kind, _, key = authorization.partition(" ")
-    return key.strip().encode() if kind.lower() == "bearer" else b""
-
-
-class ApiKeys:
-    """The keys that open the service; without any it is open to all."""
-
-    def __init__(self, keys: Iterable[SecretStr]) -> None:
-        self._keys = [key.get_secret_value().encode() for key in keys]
-
-    def check(self, authorization: str) -> None:
-        """Raises `Unauthenticated` unless the value of an authorization header is `Bearer` and one of the keys."""
-        if not self._keys:
-            return
-        given = _key(authorization)
-        matches = [hmac.compare_digest(given, own) for own in self._keys]
-        if not any(matches):
-            raise Unauthenticated("a valid API key is needed: Authorization: Bearer <key>")
+    now = time.monotonic()
+    return Terms(tenants[0] if tenants else account, now + min(given) if given else None, now)

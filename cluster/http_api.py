@@ -18,10 +18,14 @@ from starlette.responses import Response
 from cluster.answer_maker import AnswerMaker
 from cluster.answer_response import AnswerResponse, Delivery, error_response, json_response
 from cluster.bodies import parse_object, read_body, validate
+from cluster.debug_api import DebugApi
 from cluster.errors import error_envelope
-from cluster.headers import DEADLINE, REQUEST_ID, TENANT, ApiKeys, Terms, account, terms
+from cluster.headers import DEADLINE, REQUEST_ID, TENANT, Terms
 from cluster.http_guard import Guard
+from cluster.metrics_page import exposition
+from cluster.page_files import page_files
 from cluster.prompt_voice import PromptVoice
+from cluster.service_metrics import METRICS, metric_sources
 from cluster.session_api import add_session_routes, named_session, refuse_session
 from cluster.voices import ChatVoice, CompletionVoice
 from planner.errors import RaycombError, Unavailable
@@ -44,6 +48,7 @@ def create_app(maker: AnswerMaker, *, tells_request_id: bool = True) -> FastAPI:
     `tells_request_id`: False where the server around it adds the header to answers itself, as Ray Serve does.
     """
     settings = maker.service.settings
+    page = page_files()
     app = FastAPI(
         title="Raycomb",
         version=settings.version,
@@ -53,7 +58,11 @@ def create_app(maker: AnswerMaker, *, tells_request_id: bool = True) -> FastAPI:
         openapi_url=None,
     )
     app.add_middleware(
-        Guard, keys=ApiKeys(settings.api_keys), open_paths=settings.open_paths, tells_id=tells_request_id
+        Guard,
+        keys=maker.keys,
+        open_paths=settings.open_paths | page.keys(),
+        tells_id=tells_request_id,
+        meter=maker.service.meter,
     )
     app.add_middleware(
         CORSMiddleware,
@@ -65,6 +74,7 @@ def create_app(maker: AnswerMaker, *, tells_request_id: bool = True) -> FastAPI:
     app.add_exception_handler(RaycombError, _explain_error)
     app.add_exception_handler(HTTPException, _explain_http)
     endpoints = _Endpoints(maker)
+    debug = DebugApi(maker.service)
     for path, method, endpoint in (
         ("/v1/completions", "POST", endpoints.completions),
         ("/v1/chat/completions", "POST", endpoints.chat_completions),
@@ -75,9 +85,15 @@ def create_app(maker: AnswerMaker, *, tells_request_id: bool = True) -> FastAPI:
         ("/health", "GET", endpoints.health),
         ("/ready", "GET", endpoints.ready),
         ("/version", "GET", endpoints.version),
+        ("/metrics", "GET", endpoints.metrics),
+        ("/debug/kv", "GET", debug.kv),
+        ("/debug/plan", "GET", debug.plan),
+        ("/debug/fleet", "GET", debug.fleet),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     add_session_routes(app, maker, endpoints.account)
+    for path, file in page.items():
+        app.add_route(path, file.__call__, methods=["GET"])
     return app
 
 
@@ -87,28 +103,31 @@ class _Endpoints:
     def __init__(self, maker: AnswerMaker) -> None:
         self._maker = maker
         self._fleet = maker.service.fleet
+        self._meter = maker.service.meter
         self._tokens = maker.service.text.tokens
         self._settings = maker.service.settings
 
     async def completions(self, request: Request) -> Response:
-        agreed = self._terms(request)
-        body = await self._body(request, lambda value: validate(CompletionBody, value))
-        session_id = named_session(request, body)
-        if session_id is None:
-            answer, name = await self._maker.completion(body, agreed)
-        else:
-            session = self._maker.sessions.get(session_id, self.account(request))
-            answer, name = await self._maker.extension(body, session, agreed)
+        with self._meter.admission():
+            agreed = self._terms(request)
+            body = await self._body(request, lambda value: validate(CompletionBody, value))
+            session_id = named_session(request, body)
+            if session_id is None:
+                answer, name = await self._maker.completion(body, agreed)
+            else:
+                session = self._maker.sessions.get(session_id, self.account(request))
+                answer, name = await self._maker.extension(body, session, agreed)
         voice = CompletionVoice(
             name, self._tokens, PromptVoice(answer, self._tokens, body), scored=body.logprobs is not None
         )
         return AnswerResponse(answer, voice, self._delivery(agreed, body))
 
     async def chat_completions(self, request: Request) -> Response:
-        refuse_session(request)
-        agreed = self._terms(request)
-        body = await self._body(request, lambda value: validate(ChatBody, value))
-        answer, name, new_reader = await self._maker.chat(body, agreed)
+        with self._meter.admission():
+            refuse_session(request)
+            agreed = self._terms(request)
+            body = await self._body(request, lambda value: validate(ChatBody, value))
+            answer, name, new_reader = await self._maker.chat(body, agreed)
         voice = ChatVoice(
             name,
             self._tokens,
@@ -146,6 +165,10 @@ class _Endpoints:
     async def version(self) -> Response:
         return json_response(json.dumps({"version": self._settings.version}).encode())
 
+    async def metrics(self, request: Request) -> Response:
+        page, content_type = exposition(metric_sources(self._maker.service), METRICS, request.headers.get("accept", ""))
+        return Response(page, headers={"content-type": content_type})
+
     def _state(self, word: str | None) -> Response:
         if word is None:
             return error_response(Unavailable("no worker can serve"))
@@ -166,12 +189,13 @@ class _Endpoints:
 
     def _terms(self, request: Request) -> Terms:
         headers = request.headers
-        named = headers.getlist(TENANT) if self._settings.tenant_from_header else []
-        return terms(headers.getlist(DEADLINE), named, self.account(request))
+        key = self._maker.keys.find(headers.get("authorization", ""))
+        return self._maker.terms(headers.getlist(DEADLINE), headers.getlist(TENANT), key)
 
     def account(self, request: Request) -> str:
         """Whose request it is: its key's, where the service has keys."""
-        return account(request.headers.get("authorization", "")) if self._settings.api_keys else ""
+        key = self._maker.keys.find(request.headers.get("authorization", ""))
+        return "" if key is None else key.tenant
 
     def _delivery(self, agreed: Terms, body: GenerationBody) -> Delivery:
         return Delivery(

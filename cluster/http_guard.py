@@ -6,25 +6,42 @@ A plain ASGI middleware: it never touches bodies, so streams and disconnects pas
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.answer_response import error_response
-from cluster.headers import REQUEST_ID, ApiKeys, request_id
-from planner.errors import RaycombError, Unauthenticated
+from cluster.gateway_meter import GatewayMeter
+from cluster.headers import REQUEST_ID, request_id
+from cluster.key_ring import KeyRing
+from planner.errors import RateLimited, RaycombError, Unauthenticated
 
 logger = logging.getLogger(__name__)
+
+METERED_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Where a key's limits hold."""
 
 
 class Guard:
     """Outermost but for CORS. `tells_id`: whether answers get the request id from here."""
 
-    def __init__(self, app: ASGIApp, *, keys: ApiKeys, open_paths: frozenset[str], tells_id: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: KeyRing, open_paths: frozenset[str], tells_id: bool, meter: GatewayMeter
+    ) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
         self._tells_id = tells_id
+        self._meter = meter
+
+    def _admitted(self, scope: Scope, headers: Headers) -> AbstractContextManager[None]:
+        """Raises `Unauthenticated`, and entering it `RateLimited`."""
+        if _path(scope) in self._open_paths:
+            return nullcontext()
+        key = self._keys.find(headers.get("authorization", ""))
+        return nullcontext() if key is None or not _asks_for_tokens(scope) else key.admitted()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,16 +60,20 @@ class Guard:
             await send(message)
 
         try:
-            if _path(scope) not in self._open_paths:
-                self._keys.check(headers.get("authorization", ""))
-            await self._app(scope, receive, send_with_id)
-        except Unauthenticated as refusal:
+            with self._admitted(scope, headers):
+                await self._app(scope, receive, send_with_id)
+        except (Unauthenticated, RateLimited) as refusal:
+            self._meter.note_failure(refusal)
             await error_response(refusal)(scope, receive, send_with_id)
         except Exception:
             logger.exception("request %s failed", own_id)
             if started:
                 raise
             await error_response(RaycombError("the server failed"))(scope, receive, send_with_id)
+
+
+def _asks_for_tokens(scope: Scope) -> bool:
+    return scope["method"] == "POST" and _path(scope) in METERED_PATHS
 
 
 def _path(scope: Scope) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,7 +77,11 @@ class LoadResult:
             "itl": Spread.of_seconds([gap for r in good for gap in r.inter_token_latencies]),
         }
 
-    def summary(self) -> dict[str, float | int | None]:
+    def within(self, slo: Mapping[str, float]) -> list[RequestRecord]:
+        """Those that gave their whole answer within every limit: milliseconds by `ttft`, `tpot` and `e2el`."""
+        return [record for record in self.good if all(_measured_ms(record, name) <= slo[name] for name in slo)]
+
+    def summary(self, slo: Mapping[str, float] | None = None) -> dict[str, float | int | None]:
         """The figures under the names that `vllm bench serve` saves them by."""
         good = self.good
         num_input = sum(r.num_input for r in good)
@@ -93,6 +97,8 @@ class LoadResult:
             "output_throughput": num_output / self.duration_s,
             "total_token_throughput": (num_input + num_output) / self.duration_s,
         }
+        if slo:
+            figures["request_goodput"] = len(self.within(slo)) / self.duration_s
         for name, spread in self.spreads().items():
             figures |= {
                 f"mean_{name}_ms": spread.mean,
@@ -109,9 +115,9 @@ _TITLES = {
 }
 
 
-def result_block(result: LoadResult) -> str:
+def result_block(result: LoadResult, slo: Mapping[str, float] | None = None) -> str:
     """The table for a person, in the layout that users of `vllm bench serve` read."""
-    figures = result.summary()
+    figures = result.summary(slo)
     rows: list[tuple[str, float | int | None]] = [
         ("Successful requests:", figures["completed"]),
         ("Failed requests:", figures["failed"]),
@@ -120,6 +126,7 @@ def result_block(result: LoadResult) -> str:
         ("Total input tokens:", figures["total_input_tokens"]),
         ("Total generated tokens:", figures["total_output_tokens"]),
         ("Request throughput (req/s):", figures["request_throughput"]),
+        ("Request goodput (req/s):", figures.get("request_goodput")),
         ("Output token throughput (tok/s):", figures["output_throughput"]),
         ("Total token throughput (tok/s):", figures["total_token_throughput"]),
     ]
@@ -132,6 +139,16 @@ def result_block(result: LoadResult) -> str:
         for statistic, label in (("mean", "Mean"), ("median", "Median"), ("p99", "P99")):
             lines.append(_row(f"{label} {name.upper()} (ms):", figures[f"{statistic}_{name}_ms"]))
     return "\n".join([*lines, "=" * 50])
+
+
+def _measured_ms(record: RequestRecord, name: str) -> float:
+    match name:
+        case "ttft":
+            return record.time_to_first_token * 1e3
+        case "tpot":
+            return record.time_per_output_token * 1e3 if record.num_output > 1 else 0.0
+        case _:
+            return (record.ended - record.sent) * 1e3
 
 
 def _row(title: str, value: float | int | None) -> str:

@@ -181,9 +181,10 @@ class LocalService:
     def _greet(self, config: ServiceConfig) -> None:
         grpc = "" if self.grpc_target is None else f" and by gRPC at {self.grpc_target}"
         report(f"ready at {self.url}{grpc} (Ctrl-C ends it)")
-        key = ' -H "Authorization: Bearer $KEY"' if config.http.api_keys else ""
+        key = ' -H "Authorization: Bearer $KEY"' if config.http.api_keys or config.http.keys else ""
         messages = '[{"role": "user", "content": "Hello"}]'
         body = f'{{"model": "{config.model_name}", "max_tokens": 64, "messages": {messages}}}'
+        print(f"\n  in a browser: {self.url}/")
         print(f"\n  curl {self.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n")
 
 

@@ -101,7 +101,7 @@ def report(
         "steps": {kind: asdict(getattr(stats, kind)) for kind in ("decode", "prefill", "mixed")},
         "forwards": {method.value: count for method, count in metrics.num_forwards.items()},
         "forward_tokens": {method.value: count for method, count in metrics.num_tokens.items()},
-        "decodes_of_width": {str(width): count for width, count in sorted(metrics.num_decodes_of_width.items())},
+        "decodes_of_width": {str(width): count for width, count in sorted(metrics.num_decodes.items())},
         "padded_rows": metrics.num_padded_rows,
         "preemptions": metrics.num_preemptions,
         "prefix": {"queried_tokens": metrics.num_prefix_queries, "hit_tokens": metrics.num_prefix_hits},

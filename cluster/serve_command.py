@@ -6,6 +6,9 @@ import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from cluster.checkpoints import name_on_every_node, resolve
 from cluster.config import ServiceConfig, service_config
@@ -16,6 +19,7 @@ from cluster.text import load_text
 from planner.errors import InvalidConfiguration
 from worker.models.config import check_gguf_architecture, read_config
 from worker.programs.metadata import SUFFIX, read_metadata
+from worker.tls import channel_credentials, server_credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", action="append", metavar="KEY", help="a key that opens the service; may be repeated"
     )
+    parser.add_argument(
+        "--api-keys-file",
+        type=Path,
+        metavar="FILE",
+        help="YAML with hashes of keys, their tenants and limits; see `raycomb keys`",
+    )
     parser.add_argument("--data-plane-host", metavar="ADDRESS", help="where workers listen for gateways")
+    parser.add_argument(
+        "--data-plane-tls",
+        metavar="FOLDER",
+        help="what `raycomb certs` made, on every node: TLS between gateways and workers",
+    )
     parser.add_argument("--drain-timeout-s", type=float, help="how long what runs may go on at an orderly end")
+    parser.add_argument(
+        "--step-log", metavar="FOLDER", help="each worker records its steps there, prompts' token ids included"
+    )
     parser.add_argument("--executor", help=argparse.SUPPRESS)
     parser.add_argument("--ask", metavar="QUESTION", help="ask this once ready, print the answer, and shut down")
     add_engine_flags(parser)
@@ -84,6 +102,10 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     """Check everything that can be checked before a process is started; fetch the checkpoint if need be."""
     if args.model is None:
         raise InvalidConfiguration("which model? give its name after `serve`, or `model:` in --config", param="model")
+    if args.ask is not None and args.api_keys_file is not None and not args.api_key:
+        raise InvalidConfiguration(
+            "--ask needs an --api-key: of those in --api-keys-file only hashes are known", param="ask"
+        )
     engine = engine_config(args.model, given_engine_settings(args))
     check_port(args.host, args.port)
     front = choose_front(args.front)
@@ -94,14 +116,35 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         _check_architecture(path)
     settings = {
         "engine": engine.model_copy(update={"model": name_on_every_node(args.model)}),
-        "http": {"served_model_names": args.served_model_name or (), "api_keys": args.api_key or ()},
+        "http": {
+            "served_model_names": args.served_model_name or (),
+            "api_keys": args.api_key or (),
+            "keys": () if args.api_keys_file is None else read_keys(args.api_keys_file),
+        },
         "num_workers": args.num_workers,
         "num_gateways": args.num_gateways,
     }
     for name in ("data_plane_host", "drain_timeout_s", "executor"):
         if (value := getattr(args, name)) is not None:
             settings[name] = value
+    for name in ("step_log", "data_plane_tls"):
+        if (folder := getattr(args, name)) is not None:
+            settings[name] = str(Path(folder).absolute())  # workers and gateways run elsewhere
+    if args.data_plane_tls is not None:  # what a gateway or worker would fail over is told before Ray starts
+        server_credentials(Path(args.data_plane_tls))
+        channel_credentials(Path(args.data_plane_tls))
     return ServePlan(service_config(settings), args.host, args.port, grpc_port, front, args.ask)
+
+
+def read_keys(path: Path) -> list[Any]:
+    """The entries of a keys file; what is in them is checked with all other settings. Raises `InvalidConfiguration`."""
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidConfiguration(f"the keys in {path} cannot be read: {error}", param="api_keys_file") from error
+    if not isinstance(entries, list) or not entries:
+        raise InvalidConfiguration(f"{path} must be a list of at least one key", param="api_keys_file")
+    return entries
 
 
 def _check_architecture(path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cluster.answer import Answer
 from cluster.choice import Piece, TextRules
 from cluster.fleet import Fleet
+from cluster.gateway_meter import RequestMeter
 from cluster.requests import ChoicePlan
 from cluster.sessions import Turn
 from cluster.text import TextModel
@@ -17,9 +18,17 @@ class SessionAnswer(Answer):
     """Owner: the task that serves the HTTP request. Of one prompt, with one choice."""
 
     def __init__(
-        self, fleet: Fleet, text: TextModel, plans: Sequence[ChoicePlan], rules: TextRules, turn: Turn, *, scored: bool
+        self,
+        fleet: Fleet,
+        text: TextModel,
+        plans: Sequence[ChoicePlan],
+        rules: TextRules,
+        meter: RequestMeter,
+        turn: Turn,
+        *,
+        scored: bool,
     ) -> None:
-        super().__init__(fleet, text, plans, rules, scored=scored)
+        super().__init__(fleet, text, plans, rules, meter, scored=scored)
         self._turn = turn
 
     async def next(self, timeout_s: float) -> list[Piece]:

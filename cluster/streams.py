@@ -8,8 +8,11 @@ import logging
 import time
 from dataclasses import replace
 
+import grpc
+
 from cluster.failover import Failover, FailoverLimits
-from cluster.fleet import ServedModel
+from cluster.fleet import ServedModel, WorkerReport
+from cluster.gateway_meter import GatewayMeter
 from cluster.generation import RemoteGeneration
 from cluster.membership import Members
 from cluster.router import Predictions, Router
@@ -31,13 +34,21 @@ class Streams:
     """
 
     def __init__(
-        self, model_name: str, secret: str, router: Router, failover_limits: FailoverLimits | None = None
+        self,
+        model_name: str,
+        secret: str,
+        router: Router,
+        failover_limits: FailoverLimits | None = None,
+        meter: GatewayMeter | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self._model_name = model_name
         self._created = int(time.time())
         self._secret = secret
         self._router = router
         self._limits = failover_limits or FailoverLimits()
+        self._meter = meter or GatewayMeter()
+        self._credentials = credentials
         self._failover = Failover(self._start, self._limits)
         self._next_request_id = 1
         self._last_model: ServedModel | None = None
@@ -69,6 +80,11 @@ class Streams:
         return replace(self._router.predictions)
 
     @property
+    def reports(self) -> list[WorkerReport]:
+        """Of workers with an open stream, those included that only finish what they run."""
+        return [stream.report for stream in self._tasks.values() if stream.report is not None]
+
+    @property
     def num_live(self) -> int:
         """Runs whose end has not come yet: one a request, or after a failover one a sequence."""
         return sum(stream.num_live for stream in self._tasks.values()) + self._failover.num_waiting
@@ -79,7 +95,13 @@ class Streams:
             self._streams.pop(worker_id).retire()
         for worker_id in sorted(members.keys() - self._streams.keys()):
             stream = WorkerStream(
-                members[worker_id], self._secret, self._router, self._failover, self._limits.stall_timeout_s
+                members[worker_id],
+                self._secret,
+                self._router,
+                self._failover,
+                self._limits.stall_timeout_s,
+                self._meter,
+                self._credentials,
             )
             self._streams[worker_id] = stream
             task = asyncio.create_task(stream.run(), name=f"stream {worker_id}", context=contextvars.Context())
@@ -109,6 +131,9 @@ class Streams:
         except RaycombError:
             self._router.settle(worker_id, request_id)
             raise
+        if run.num_losses:
+            self._meter.num_failovers += len(run.live)
+            self._meter.events.note(f"{worker_id} goes on with {len(run.live)} of a lost worker's sequences")
         self._next_request_id += 1
 
     def _ended(self, task: asyncio.Task[None]) -> None:

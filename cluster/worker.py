@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Final
 
 import ray
@@ -17,15 +18,21 @@ from ray import serve
 
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
+from cluster.debug_views import View, worker_view
 from cluster.engine_factory import make_engine
+from cluster.ray_metrics import RayMetrics
+from cluster.service_metrics import worker_labels
+from cluster.worker_metrics import worker_samples
 from planner.limits import Snapshot
 from worker.engine import EngineState
 from worker.serving import DataPlaneServer
+from worker.tls import server_credentials
 
 logger = logging.getLogger("ray.serve")
 
 EXIT_CODE_OF_DEAD_ENGINE: Final = 70
 STOP_GRACE_S: Final = 2.0
+INSPECT_WITHIN_S: Final = 5.0
 
 
 class Worker:
@@ -41,7 +48,8 @@ class Worker:
         self.worker_id = serve.get_replica_context().replica_tag
         model = await asyncio.to_thread(resolve, config.engine.model, logger.info)
         settings = config.engine.model_copy(update={"model": str(model)})
-        self._engine = make_engine(settings, _end_process, config.executor)
+        step_log = None if config.step_log is None else Path(config.step_log) / f"{self.worker_id}.jsonl"
+        self._engine = make_engine(settings, _end_process, config.executor, step_log)
         info = await asyncio.to_thread(self._engine.start)
         host = config.data_plane_host or node_address()
         self._server = DataPlaneServer(
@@ -51,8 +59,14 @@ class Worker:
             config.secret.get_secret_value(),
             max_num_seqs=settings.max_num_seqs,
             host=host,
+            credentials=None if config.data_plane_tls is None else server_credentials(Path(config.data_plane_tls)),
         )
         self.address = await self._server.start()
+        self._ray_metrics = RayMetrics(
+            worker_labels(config.model_name, self.worker_id),
+            lambda: worker_samples(self._engine.snapshot, self._engine.totals),
+        )
+        self._ray_metrics.start()
         logger.info(
             "worker ready after %.1f s: %s, %s on %s, %d cells",
             time.monotonic() - started_at,
@@ -84,6 +98,14 @@ class Worker:
         """Cells and sequences after the last step; asked over a Serve handle by whoever checks them."""
         return self._engine.snapshot
 
+    async def inspect(self, num_steps: int) -> View:
+        """What it holds, with so many of its last steps explained; asked over a Serve handle by a gateway.
+
+        Raises `TimeoutError` when the engine does not come to it.
+        """
+        view = await asyncio.wait_for(asyncio.wrap_future(self._engine.inspect()), INSPECT_WITHIN_S)
+        return await asyncio.to_thread(worker_view, self.worker_id, view, num_steps)
+
     async def __del__(self) -> None:
         """Serve's shutdown hook: gateways have left already, or leave at the drain. Runs once, before the process ends.
 
@@ -96,6 +118,7 @@ class Worker:
             return
         if not await self._server.drain(self._config.drain_timeout_s):
             logger.warning("worker ends with %d requests unfinished", self._engine.num_live)
+        await self._ray_metrics.stop()
         await asyncio.to_thread(self._engine.stop)
         await self._server.stop(STOP_GRACE_S)
 

@@ -10,26 +10,27 @@ import asyncio
 import logging
 import random
 import weakref
-from collections.abc import Collection, Iterable
-from typing import Protocol
+from collections.abc import Collection
 
 import grpc
 
+from cluster.cancel_watch import CancelWatch
+from cluster.fleet import WorkerReport
+from cluster.gateway_meter import GatewayMeter
+from cluster.last_report import LastReport
 from cluster.membership import Member
 from cluster.outbox import Outbox
-from cluster.router import WorkerInfo
 from cluster.run import Run
-from planner.blocks import BlockChanges
+from cluster.stream_listeners import RunKeeper, StreamObserver
 from planner.errors import RequestRefused, Unavailable, WorkerLost
-from planner.limits import Snapshot
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc as pb_grpc
+from worker import tls
 from worker.wire import (
     CHANNEL_OPTIONS,
     SECRET_METADATA,
     blocks_from_proto,
     request_to_proto,
-    snapshot_from_proto,
     update_from_proto,
 )
 
@@ -39,28 +40,7 @@ FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
 HELLO_TIMEOUT_S = 10.0
 STREAM_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a fresh stream waits for no old backoff
-
-
-class StreamObserver(Protocol):
-    """Who hears of a worker: the gateway's router."""
-
-    def join(self, info: WorkerInfo) -> None: ...
-
-    def leave(self, worker_id: str) -> None: ...
-
-    def observe(self, worker_id: str, snapshot: Snapshot, *, draining: bool) -> None: ...
-
-    def learn(self, worker_id: str, changes: BlockChanges) -> None: ...
-
-    def settle(self, worker_id: str, request_id: int, num_cached_tokens: int | None = None) -> None: ...
-
-
-class RunKeeper(Protocol):
-    """Who hears of runs that are without a worker, and sees to it that they end: the gateway's failover."""
-
-    def lost(self, runs: Iterable[Run], error: WorkerLost) -> None: ...
-
-    def refused(self, run: Run, worker_id: str, refusal: RequestRefused) -> None: ...
+TLS_STREAM_OPTIONS = (*STREAM_OPTIONS, *tls.CHANNEL_OPTIONS)
 
 
 class WorkerStream:
@@ -77,12 +57,18 @@ class WorkerStream:
         observer: StreamObserver,
         keeper: RunKeeper,
         stall_timeout_s: float,
+        meter: GatewayMeter,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.member = member
         self._secret = secret
         self._observer = observer
         self._keeper = keeper
         self._stall_timeout_s = stall_timeout_s
+        self._meter = meter
+        self._credentials = credentials
+        self._cancels = CancelWatch(meter.free)
+        self._last_report = LastReport()
         self._outbox = Outbox()
         # Weak: the run of a generation that its owner forgot to cancel ends here too, not with its budget.
         self._runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
@@ -98,11 +84,17 @@ class WorkerStream:
     def num_live(self) -> int:
         return len(self._finalizers)
 
+    @property
+    def report(self) -> WorkerReport | None:
+        """The last that the worker said of itself; None while no stream is open."""
+        return self._last_report.value
+
     def submit(self, request_id: int, run: Run) -> None:
         """Send a run. Raises `Unavailable`, `QueueFull` or `InvalidRequest`; nothing has then been sent."""
         if not self._open or self._retiring:
             raise Unavailable(f"worker {self.member.worker_id} takes no requests now")
         self._outbox.submit(request_to_proto(request_id, run.request))
+        self._cancels.sent(request_id, run.request.n)
         if not self._finalizers:
             self._heard_at = self._loop.time()  # it had nothing to say before
         self._runs[request_id] = run
@@ -115,6 +107,7 @@ class WorkerStream:
         """The worker left the membership: take nothing more, let what runs end, then close."""
         self._retiring = True
         self._observer.leave(self.member.worker_id)
+        self._meter.events.note(f"{self.member.worker_id} left the fleet: it gets nothing new, and ends what it runs")
         self._wake_if_idle()
 
     async def run(self) -> None:
@@ -125,8 +118,11 @@ class WorkerStream:
                 error = await self._attach_until_it_ends()
                 was_open, self._open = self._open, False
                 self._leave()
+                self._last_report.clear()
                 self._end_all(error)
+                self._cancels.clear()
                 if was_open:
+                    self._note_end(error)
                     backoff_s = FIRST_BACKOFF_S
                 logger.info("stream to worker %s: %s", self.member.worker_id, error.message)
                 await self._sleep_unless_retired(backoff_s * random.uniform(0.5, 1.0))
@@ -135,6 +131,10 @@ class WorkerStream:
             self._open = False
             self._leave()
             self._end_all(WorkerLost("the gateway is shutting down"))
+
+    def _note_end(self, error: WorkerLost) -> None:
+        self._meter.num_workers_lost += not self._retiring
+        self._meter.events.note(f"{self.member.worker_id} is gone" if self._retiring else error.message)
 
     def _leave(self) -> None:
         """Once retired it has left already, and by now the worker may be back, with a stream of its own."""
@@ -145,7 +145,7 @@ class WorkerStream:
         """One connection's life. Gives the reason why what still runs is lost."""
         worker_id = self.member.worker_id
         self._outbox = Outbox()
-        async with grpc.aio.insecure_channel(self.member.address, options=STREAM_OPTIONS) as channel:
+        async with self._channel() as channel:
             call = pb_grpc.WorkerStub(channel).Attach(metadata=((SECRET_METADATA, self._secret),))
             writing = asyncio.create_task(self._write(call), name=f"write {worker_id}")
             ending = [
@@ -165,6 +165,11 @@ class WorkerStream:
         if self._stalled and not errors:
             return WorkerLost(f"worker {worker_id} said nothing for {self._stall_timeout_s:g} s")
         return WorkerLost(f"the stream to worker {worker_id} {_why_it_ended(errors)}")
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self.member.address, options=STREAM_OPTIONS)
+        return grpc.aio.secure_channel(self.member.address, self._credentials, options=TLS_STREAM_OPTIONS)
 
     async def _read(self, call: grpc.aio.StreamStreamCall[pb.Command, pb.StepUpdates]) -> None:
         messages = aiter(call)
@@ -215,31 +220,25 @@ class WorkerStream:
     def _join(self, hello: pb.StepUpdates) -> None:
         if self._retiring:
             return
-        info = hello.info
         self._open = True
-        self._observer.join(
-            WorkerInfo(
-                worker_id=info.worker_id,
-                model=info.model,
-                vocab_size=info.vocab_size,
-                context=info.context,
-                num_cells=info.num_cells,
-                max_prefill_tokens=info.max_prefill_tokens,
-                max_num_seqs=info.max_num_seqs,
-            )
-        )
+        self._observer.join(self._last_report.introduce(hello.info))
+        self._meter.events.note(f"{self.member.worker_id} joined")
         self._dispatch(hello)
 
     def _dispatch(self, message: pb.StepUpdates) -> None:
         if message.HasField("snapshot"):
-            snapshot = snapshot_from_proto(message.snapshot)
-            self._observer.observe(self.member.worker_id, snapshot, draining=message.snapshot.draining)
+            self._last_report.take(message)
+            if (report := self.report) is not None:
+                self._observer.observe(self.member.worker_id, report.snapshot, draining=report.draining)
         if message.HasField("blocks"):
             self._observer.learn(self.member.worker_id, blocks_from_proto(message.blocks))
         self._heard_at = self._loop.time()
         lost: dict[int, tuple[Run, WorkerLost]] = {}
         for entry in message.updates:
             num_cached = entry.num_cached_tokens if entry.tokens else None
+            if entry.finish_reason:
+                is_refusal = entry.finish_reason == pb.FINISH_REASON_REFUSED
+                self._cancels.ended(entry.request_id, self._heard_at, whole=is_refusal)
             self._observer.settle(self.member.worker_id, entry.request_id, num_cached)
             run = self._runs.get(entry.request_id)
             if run is None:
@@ -263,6 +262,7 @@ class WorkerStream:
             return
         self._outbox.cancel(request_id, indices)
         if indices is None:
+            self._cancels.cancelled(request_id, self._loop.time())
             self._forget(request_id)
 
     def _forget(self, request_id: int) -> None:

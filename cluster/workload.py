@@ -1,10 +1,9 @@
-"""Seeded loads for the benchmarks: what is asked, how much of it, and when. Not for running it, and not for timing."""
+"""Seeded loads for the offline benchmark: what is asked, and how much of it. Not for running it, and not for timing."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -48,17 +47,6 @@ def mixed(num_prompts: int, lengths: tuple[int, int], *, vocab_size: int, seed: 
     draw = random.Random(seed)
     prompts = [_prompt(draw, draw.randint(low, high), vocab_size) for _ in range(num_prompts)]
     return [Item(prompt, draw.randint(low, high)) for prompt in prompts]
-
-
-def arrival_times(num_requests: int, request_rate: float, *, seed: int) -> Iterator[float]:
-    """When each request is sent, in seconds from the start: a Poisson process, or all at once for an infinite rate."""
-    if not request_rate > 0:
-        raise InvalidConfiguration(f"request_rate must be positive, not {request_rate}", param="request_rate")
-    draw = random.Random(seed)
-    now = 0.0
-    for _ in range(num_requests):
-        yield now
-        now += 0.0 if math.isinf(request_rate) else draw.expovariate(request_rate)
 
 
 def total_input(items: Sequence[Item]) -> int:

@@ -159,6 +159,15 @@ class CellTable:
         shared: npt.NDArray[np.bool_] = (self._num_owners[cells] > 1) & self._indexed[cells]
         return shared
 
+    def lists(self) -> dict[int, CellArray]:
+        """Read-only views of all sequences' cells, by sequence."""
+        return {sequence: own.view() for sequence, own in self._lists.items()}
+
+    def unfree(self) -> npt.NDArray[np.bool_]:
+        """bool[capacity]: which cells a sequence or the prefix index refers to."""
+        unfree: npt.NDArray[np.bool_] = (self._num_owners > 0) | self._indexed
+        return unfree
+
     def check(self) -> None:
         """Verify every invariant, in O(capacity); for tests and debugging."""
         owners = np.zeros(self.capacity, np.int32)

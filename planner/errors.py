@@ -100,6 +100,12 @@ class QueueFull(RequestRefused):
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(QueueFull):
+    """The key's own limit is reached, whatever the service could do. It helps to come again later."""
+
+    code = "rate_limited"
+
+
 class DeadlineUnmeetable(RequestRefused):
     """The queue moves too slowly for the request's deadline. After `retry_after_s` seconds the queue may be shorter."""
 
@@ -168,6 +174,12 @@ class InvalidProgram(SetupError):
     """A program is corrupt, or was made for another device, torch, or geometry; the message says which."""
 
     code = "invalid_program"
+
+
+class InvalidStepLog(SetupError):
+    """A recorded step log is no such thing, or contradicts itself."""
+
+    code = "invalid_step_log"
 
 
 class UnsupportedModel(SetupError):

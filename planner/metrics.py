@@ -15,17 +15,17 @@ class Metrics:
     """Owner: the planner; others read.
 
     Once nothing is live, `num_sequences_accepted` equals the sum of `finished`. The tokens of all methods together are
-    those of all steps planned. Decode forwards are counted by their width, too; `num_padded_rows` are their rows that
-    hold no token. Prompt tokens
-    count as computed whenever they are, so recomputed ones again; a prefix query counts the tokens looked up, a hit
-    those found. Of the preemptions, `num_swapped_out` had their cells copied to host memory and the others recompute;
-    a copy that comes to nothing (its sequence is cancelled, or has to recompute after all) is never swapped in.
+    those of all steps planned. `num_decodes` are decode forwards by their width, `num_padded_rows` their rows that hold
+    no token. Prompt tokens count as computed whenever they are, so recomputed ones again; a prefix query counts the
+    tokens looked up, a hit those found. Of the preemptions, `num_swapped_out` had their cells copied to host memory and
+    the others recompute; a copy that comes to nothing (its sequence is cancelled, or has to recompute after all) is
+    never swapped in.
     """
 
     num_steps: int = 0
     num_forwards: Counter[Method] = field(default_factory=Counter)
     num_tokens: Counter[Method] = field(default_factory=Counter)
-    num_decodes_of_width: Counter[int] = field(default_factory=Counter)
+    num_decodes: Counter[int] = field(default_factory=Counter)
     num_padded_rows: int = 0
     num_prompt_tokens_computed: int = 0
     num_tokens_generated: int = 0
@@ -49,5 +49,5 @@ class Metrics:
             self.num_tokens[piece.method] += piece.length
             if piece.method is Method.DECODE:
                 width = decode_width(piece.length, widths)
-                self.num_decodes_of_width[width] += 1
+                self.num_decodes[width] += 1
                 self.num_padded_rows += width - piece.length

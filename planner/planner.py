@@ -21,6 +21,7 @@ from planner.admission import check_request, check_room
 from planner.blocks import ResidentBlocks
 from planner.draft import pack
 from planner.errors import RequestFailed, RequestRefused
+from planner.inspection import Inspection, inspect
 from planner.limits import Limits, Snapshot
 from planner.memory import Memory
 from planner.metrics import Metrics
@@ -153,6 +154,11 @@ class Planner:
         self._in_flight.append(_Flight(step, tuple(draft.takes)))
         return step
 
+    def take_admitted(self) -> list[int]:
+        """Ids of the requests that got a seat for the first time since this was last asked."""
+        admitted, self._schedule.first_admitted = self._schedule.first_admitted, []
+        return admitted
+
     def commit(self, step: Step, result: StepResult) -> list[Update]:
         """Apply the outcome of the oldest step in flight; at most one update a sequence.
 
@@ -206,6 +212,10 @@ class Planner:
             queued_prefill_tokens=schedule.num_queued_tokens,
             step=self._last_committed,
         )
+
+    def inspect(self) -> Inspection:
+        """Everything that it holds, sequence by sequence, in O(capacity); for people."""
+        return inspect(self._families.values(), self._memory.table)
 
     def check(self) -> None:
         """Verify every invariant, in O(capacity); for tests and debugging."""

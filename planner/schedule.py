@@ -22,6 +22,7 @@ class Schedule:
 
     def __init__(self, limits: Limits, memory: Memory, metrics: Metrics) -> None:
         self.waiting = WaitingQueue(limits.tenant_weights)
+        self.first_admitted: list[int] = []  # ids of requests, until they are taken
         self._limits = limits
         self._memory = memory
         self._metrics = metrics
@@ -124,11 +125,14 @@ class Schedule:
             if head.num_slots > seats:
                 return
             promised = draft.num_tokens + self.num_to_prefill
+            is_first = head.family.num_cached_tokens is None
             if not self._memory.admit(head, promised, certain=not self._running):
                 return
             self.waiting.admit(head)
             self._running[head] = None
             self._rotation.add(head)
+            if is_first:
+                self.first_admitted.append(head.family.request_id)
 
     def _draft_prefills(self, draft: Draft) -> None:
         """Turns of at most `prefill_chunk_tokens`, in passes over the rotation while the budget lasts."""

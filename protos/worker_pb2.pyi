@@ -116,16 +116,18 @@ class Read(_message.Message):
     def __init__(self, num_messages: _Optional[int] = ...) -> None: ...
 
 class StepUpdates(_message.Message):
-    __slots__ = ("info", "updates", "snapshot", "blocks")
+    __slots__ = ("info", "updates", "snapshot", "blocks", "totals")
     INFO_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     updates: _containers.RepeatedCompositeFieldContainer[SequenceUpdate]
     snapshot: Snapshot
     blocks: Blocks
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., updates: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ...) -> None: ...
+    totals: Totals
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., updates: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
 
 class Blocks(_message.Message):
     __slots__ = ("added", "removed")
@@ -226,3 +228,65 @@ class Snapshot(_message.Message):
     draining: bool
     queue_tokens_per_s: float
     def __init__(self, capacity: _Optional[int] = ..., free_cells: _Optional[int] = ..., owned_cells: _Optional[int] = ..., cached_cells: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., step: _Optional[int] = ..., draining: _Optional[bool] = ..., queue_tokens_per_s: _Optional[float] = ...) -> None: ...
+
+class Totals(_message.Message):
+    __slots__ = ("prompt_tokens_computed", "tokens_generated", "decode_tokens", "prefill_tokens", "padded_rows", "prefill_forwards", "decode_forwards", "prefix_queries", "prefix_hits", "preemptions", "finished", "queue_time", "decode_step_time", "prefill_step_time", "mixed_step_time", "cells_swapped_out", "cells_swapped_in")
+    class DecodeForwardsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class FinishedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    PROMPT_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PADDED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TIME_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_TIME_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STEP_TIME_FIELD_NUMBER: _ClassVar[int]
+    MIXED_STEP_TIME_FIELD_NUMBER: _ClassVar[int]
+    CELLS_SWAPPED_OUT_FIELD_NUMBER: _ClassVar[int]
+    CELLS_SWAPPED_IN_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens_computed: int
+    tokens_generated: int
+    decode_tokens: int
+    prefill_tokens: int
+    padded_rows: int
+    prefill_forwards: int
+    decode_forwards: _containers.ScalarMap[int, int]
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+    finished: _containers.ScalarMap[int, int]
+    queue_time: Distribution
+    decode_step_time: Distribution
+    prefill_step_time: Distribution
+    mixed_step_time: Distribution
+    cells_swapped_out: int
+    cells_swapped_in: int
+    def __init__(self, prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., padded_rows: _Optional[int] = ..., prefill_forwards: _Optional[int] = ..., decode_forwards: _Optional[_Mapping[int, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., finished: _Optional[_Mapping[int, int]] = ..., queue_time: _Optional[_Union[Distribution, _Mapping]] = ..., decode_step_time: _Optional[_Union[Distribution, _Mapping]] = ..., prefill_step_time: _Optional[_Union[Distribution, _Mapping]] = ..., mixed_step_time: _Optional[_Union[Distribution, _Mapping]] = ..., cells_swapped_out: _Optional[int] = ..., cells_swapped_in: _Optional[int] = ...) -> None: ...
+
+class Distribution(_message.Message):
+    __slots__ = ("bounds", "counts", "sums")
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sums: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[float]] = ...) -> None: ...

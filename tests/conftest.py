@@ -10,14 +10,19 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from benchmarks.configured_service import configured_service
+from benchmarks.storm_service import StormedService, settings_of
 from cluster.checkpoints import resolve
-from tests.service_process import ServiceProcess, running_service
+from tests.service_process import ServiceProcess, running_service, tiny_checkpoint
 from tests.service_state import ServiceState, state_of
-
 
 # How long one example takes depends on who else has the cores; how long a test may take, pytest-timeout says.
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--keep-screenshots", metavar="FOLDER", help="keep the pictures of tests/test_page_service.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -59,3 +64,11 @@ def smollm2_state(smollm2_service: ServiceProcess) -> Iterator[ServiceState]:
     """What is alive in `smollm2_service`, for whoever asks."""
     with state_of(smollm2_service.ray_address()) as state:
         yield state
+
+
+@pytest.fixture(scope="session")
+def stormed_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StormedService]:
+    """One service for all tests of a run that kill what they like of it. Every test leaves it whole and idle."""
+    model, secret = str(tiny_checkpoint(tmp_path_factory.mktemp("stormed"))), "a secret of these tests"
+    with configured_service(settings_of(model, secret, executor="tests.served_fake:make_executor")) as process:
+        yield StormedService(process, model, secret)

@@ -41,6 +41,7 @@ async def serving(
     *,
     inbox_size: int = 1000,
     options: Sequence[tuple[str, int]] = SERVER_OPTIONS,
+    credentials: grpc.ServerCredentials | None = None,
     **limits: Any,
 ) -> AsyncIterator[Worker]:
     executor = executor or FakeExecutor()
@@ -48,7 +49,9 @@ async def serving(
         executor, fake_limits(executor.info, **limits), inbox_size=inbox_size, on_death=_no_death, check_cells=True
     )
     info = engine.start()
-    server = DataPlaneServer(engine, info, "worker-1", SECRET, 16, "127.0.0.1", options=options)
+    server = DataPlaneServer(
+        engine, info, "worker-1", SECRET, 16, "127.0.0.1", options=options, credentials=credentials
+    )
     try:
         yield Worker(engine, executor, server, await server.start())
     finally:

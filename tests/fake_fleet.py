@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from cluster.fleet import ServedModel
+from cluster.fleet import ServedModel, WorkerReport
+from cluster.router import Predictions
 from planner.errors import RequestFailed, RequestRefused
 from planner.request import FinishReason, Request, TokenLogprobs, Update
 
@@ -37,6 +38,8 @@ class FakeFleet:
     num_cached: int = 0
     tokens_per_step: int = 1
     generations: list[FakeGeneration] = field(default_factory=list)
+    reports: tuple[WorkerReport, ...] = ()
+    predictions: Predictions = field(default_factory=Predictions)
 
     def submit(self, request: Request) -> FakeGeneration:
         if self.refusal_at_submit is not None:

@@ -125,8 +125,11 @@ class FakeExecutor:
         step_time_s: float = 0.0,
         max_steps_in_flight: int = 1,
         script: Mapping[int, int] | None = None,
+        keeps_record: bool = True,
     ) -> None:
+        """`keeps_record`: False for a long life; `steps`, `prepared` and `emitted_at` then stay empty."""
         self._info = info or fake_info()
+        self._keeps_record = keeps_record
         self._depth = max_steps_in_flight
         self._step_time_s = step_time_s
         self._script = dict(script or {})
@@ -193,15 +196,17 @@ class FakeExecutor:
     # The seam.
 
     def prepare(self, request: Request) -> None:
-        self.prepared.append(request)
+        if self._keeps_record:
+            self.prepared.append(request)
 
     def launch(self, step: Step) -> None:
         assert not self.closed, "launched after close"
         if len(self._launched) >= self._depth:
             raise WrongStepError(f"{len(self._launched)} steps are in flight already")
         self._check(step)
-        number = len(self.steps)
-        self.steps.append(step)
+        number = self._num_launched
+        if self._keeps_record:
+            self.steps.append(step)
         for sequence_id in step.dropped:
             self._last_token.pop(sequence_id, None)
         self._swap(step)
@@ -224,7 +229,8 @@ class FakeExecutor:
         time.sleep(max(0.0, oldest.ready_at - time.monotonic()))
         if oldest.death is not None:
             raise oldest.death
-        self.emitted_at.append(time.monotonic())
+        if self._keeps_record:
+            self.emitted_at.append(time.monotonic())
         return StepResult(oldest.outcomes)
 
     def close(self) -> None:

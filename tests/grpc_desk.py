@@ -43,6 +43,7 @@ class GrpcDesk:
     channel: grpc.aio.Channel
     fleet: FakeFleet
     health: Health
+    target: str
 
     async def generate(self, metadata: Any = (), **fields: Any) -> list[pb.GenerateResponse]:
         """The whole stream. Raises `grpc.aio.AioRpcError`."""
@@ -141,6 +142,6 @@ async def grpc_desk(script: Any = None, *, fleet: Any = None, **settings: Any) -
         options = [("grpc.enable_http_proxy", 0)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
             inference = pb_grpc.InferenceStub(channel)
-            yield GrpcDesk(inference, health_pb2_grpc.HealthStub(channel), channel, fleet, health)
+            yield GrpcDesk(inference, health_pb2_grpc.HealthStub(channel), channel, fleet, health, f"127.0.0.1:{port}")
     finally:
         await server.stop(None)

@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 
 from cluster.failover import FailoverLimits
+from cluster.gateway_meter import GatewayMeter
 from cluster.membership import Member
 from cluster.router import Router
 from cluster.streams import Streams
@@ -84,6 +85,9 @@ class ScriptedWorker(pb_grpc.WorkerServicer):
         messages = [update_to_proto(request_id, update) for update in updates]
         self._out.put_nowait(pb.StepUpdates(updates=messages, snapshot=snapshot))
 
+    def say_totals(self, totals: pb.Totals, snapshot: pb.Snapshot) -> None:
+        self._out.put_nowait(pb.StepUpdates(totals=totals, snapshot=snapshot))
+
     def say_blocks(self, blocks: pb.Blocks) -> None:
         self._out.put_nowait(pb.StepUpdates(blocks=blocks))
 
@@ -102,9 +106,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def fleet_of(
-    *workers: ScriptedWorker, secret: str = SECRET, wait: bool = True, limits: FailoverLimits | None = None
+    *workers: ScriptedWorker,
+    secret: str = SECRET,
+    wait: bool = True,
+    limits: FailoverLimits | None = None,
+    meter: GatewayMeter | None = None,
+    credentials: grpc.ChannelCredentials | None = None,
 ) -> AsyncIterator[Streams]:
-    streams = Streams("served", secret, Router(max_waiting=16), limits)
+    streams = Streams("served", secret, Router(max_waiting=16), limits, meter, credentials)
     members = {worker.worker_id: await worker.start() for worker in workers}
     streams.set_members(members)
     try:

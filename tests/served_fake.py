@@ -22,4 +22,5 @@ def make_executor(config: EngineConfig, _: VocabularySource | None = None) -> Fa
             widths=config.decode_widths,
         ),
         step_time_s=STEP_TIME_S,
+        keeps_record=False,
     )

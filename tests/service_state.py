@@ -30,7 +30,7 @@ class ServiceState:
 
     def ask(self) -> dict[str, list[dict[str, Any]]]:
         """`gateways`: a `cluster.activity.Activity` each, and `predictions`: a `cluster.router.Predictions` each.
-        `workers`: a `planner.limits.Snapshot` each."""
+        `workers`: a `planner.limits.Snapshot` each. `agents`: where Ray's agent of each node exports metrics."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -83,8 +83,9 @@ def main() -> None:
             "predictions": gateways.broadcast("predictions"),
             "workers": workers.broadcast("snapshot"),
         }
+        agents = [f"http://{n['NodeManagerAddress']}:{n['MetricsExportPort']}/metrics" for n in ray.nodes()]
         told = {side: list(map(dataclasses.asdict, a.results(timeout_s=ANSWER_S))) for side, a in asked.items()}
-        print(json.dumps(told), flush=True)
+        print(json.dumps(told | {"agents": [{"url": url} for url in agents]}), flush=True)
     ray.shutdown()
 
 

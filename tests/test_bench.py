@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import bench_online, workload
-from cluster.bench_online import Prompt, Server, run_load
+from cluster.bench_online import Server, run_load
+from cluster.bench_workloads import Prompt, arrivals
 from cluster.latency import LoadResult, RequestRecord, Spread, result_block
 from cluster.sse_client import ChunkedBody, EventLines, Target
 from planner.errors import InvalidConfiguration
@@ -214,18 +215,18 @@ def test_the_mixed_load_is_the_same_for_every_model() -> None:
 
 
 def test_a_poisson_load_has_its_rate_and_its_seed() -> None:
-    times = list(workload.arrival_times(4000, 50.0, seed=3))
+    times = list(arrivals(4000, 50.0, 1.0, seed=3))
     assert times == sorted(times)
     assert times[0] == 0.0
     assert 4000 / times[-1] == pytest.approx(50, rel=0.1)
-    assert times == list(workload.arrival_times(4000, 50.0, seed=3))
-    assert list(workload.arrival_times(3, math.inf, seed=3)) == [0.0, 0.0, 0.0]
+    assert times == list(arrivals(4000, 50.0, 1.0, seed=3))
+    assert list(arrivals(3, math.inf, 1.0, seed=3)) == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan])
 def test_a_rate_that_is_not_positive_is_refused(rate: float) -> None:
     with pytest.raises(InvalidConfiguration, match="request_rate"):
-        list(workload.arrival_times(2, rate, seed=0))
+        list(arrivals(2, rate, 1.0, seed=0))
 
 
 def test_a_load_of_nothing_is_refused() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service_process import ServiceProcess
 from tests.service_state import ServiceState
@@ -148,10 +149,23 @@ async def test_who_stays_in_a_storm_is_answered_as_if_alone(
             crowds.append(sum(worker["num_running"] + worker["num_waiting"] for worker in state["workers"]))
             await asyncio.wait([answering], timeout=1)
         answers = await answering
+        await asyncio.to_thread(assert_nothing_is_left, smollm2_state, before)
+        page = (await client.get("/metrics")).text
     assert max(crowds) > 50, f"it is a storm: {crowds}"
     for ask, answer in zip(asks, answers, strict=True):
         assert answer is None or answer == alone[ask]
-    await asyncio.to_thread(assert_nothing_is_left, smollm2_state, before)
+    assert_the_gauges_are_zero(page)
+
+
+def assert_the_gauges_are_zero(page: str) -> None:
+    families = {family.name: family.samples for family in text_string_to_metric_families(page)}
+    for name in ("num_requests_running", "num_requests_waiting", "queued_prefill_tokens", "kv_cache_usage_ratio"):
+        assert [sample.value for sample in families[f"raycomb_{name}"]] == [0, 0], name
+    assert [sample.value for sample in families["raycomb_open_requests"]] == [0]
+    (cancelled,) = families["raycomb_requests_cancelled"]
+    assert cancelled.value > 10
+    freed = {sample.name: sample.value for sample in families["raycomb_cancel_to_free_seconds"]}
+    assert 0 < freed["raycomb_cancel_to_free_seconds_count"] <= cancelled.value
 
 
 def assert_nothing_is_left(service: ServiceState, before: dict[str, list[dict[str, Any]]]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from planner.request import SamplingParams
+from planner.errors import Unavailable
+from planner.request import FinishReason, SamplingParams
 from tests.engine_bench import holding, running
-from tests.fakes import FakeExecutor, expected_tokens, fake_request
+from tests.fakes import FakeExecutor, expected_tokens, fake_info, fake_request
+from tests.recorder import Recorder
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -92,3 +94,71 @@ def test_stats_tell_decodes_from_prefills_and_know_when_reports_went_out() -> No
         assert stats.emitted_at is not None
         assert stats.emitted_at >= bench.executor.emitted_at[-1]
         assert stats.decode.total_s >= stats.decode.longest_s > 0
+
+
+def test_totals_are_whole_when_the_engine_is_idle_and_a_new_client_gets_them_first() -> None:
+    with running(FakeExecutor(fake_info(widths=(1, 4)))) as bench:
+        for key in range(3):
+            bench.client.submit(key, fake_request(range(1, 40), 5, stop_token_ids=frozenset()))
+        bench.heard.wait_ended(0, 1, 2)
+        bench.heard.wait_quiet()
+        totals = bench.heard.reports[-1].totals
+        assert totals is not None
+        assert totals == bench.engine.totals
+        assert totals.tokens_generated == 15
+        assert totals.finished == {FinishReason.LENGTH: 3}
+        assert totals.decode_tokens + totals.prefill_tokens == 39 * 3 - totals.prefix_hits + 4 * 3
+        rows = sum(width * count for width, count in totals.decode_forwards.items())
+        assert rows - totals.padded_rows == totals.decode_tokens > 0
+        assert totals.queue_time.count == 3
+        assert sum(distribution.count for distribution in totals.step_time.values()) == bench.engine.stats.num_steps
+        later = Recorder()
+        bench.engine.connect(later)
+        later.wait(lambda: bool(later.reports))
+        assert later.reports[0].totals == totals
+
+
+def test_what_was_cancelled_while_it_waited_has_no_queue_time() -> None:
+    with running(holding(), max_num_seqs=1) as bench:
+        for key in range(3):
+            bench.client.submit(key, fake_request(max_tokens=2))
+        bench.executor.wait_launched(1)
+        bench.client.cancel(1)
+        bench.executor.release()
+        bench.heard.wait_ended(0, 1, 2)
+        bench.heard.wait_quiet()
+        assert bench.engine.totals.queue_time.count == 2
+        assert bench.engine.totals.finished == {FinishReason.LENGTH: 2, FinishReason.CANCELLED: 1}
+
+
+def test_a_look_inside_is_taken_between_two_steps_and_tells_the_last_ones() -> None:
+    with running(holding()) as bench:
+        bench.client.submit(1, fake_request(range(1, 40), 50))
+        bench.executor.release(4)
+        bench.executor.wait_launched(5)
+        asked = bench.engine.inspect()
+        assert not asked.done()
+        bench.executor.release(1)
+        view = asked.result(10)
+        assert [record.step.number for record in view.steps] == [1, 2, 3, 4, 5]
+        assert all(record.seconds > 0 for record in view.steps)
+        assert view.holds.pool.adds_up
+        (sequence,) = view.holds.sequences
+        assert (sequence.num_prompt, sequence.num_tokens) == (39, 39 + 5)
+
+
+def test_a_look_at_an_idle_engine_makes_no_report() -> None:
+    with running() as bench:
+        bench.client.submit(1, fake_request())
+        bench.heard.wait_ended(1)
+        bench.heard.wait_quiet()
+        num_reports = len(bench.heard.reports)
+        assert bench.engine.inspect().result(10).holds.num_sequences == 0
+        assert len(bench.heard.reports) == num_reports
+
+
+def test_a_stopped_engine_shows_nothing() -> None:
+    with running() as bench:
+        bench.engine.stop()
+        with pytest.raises(Unavailable):
+            bench.engine.inspect()

@@ -5,32 +5,19 @@ The whole of it, with a real model, is `benchmarks.failover_storm`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from benchmarks.configured_service import configured_service
-from benchmarks.failover_storm import Disturbance, disturbed, settings_of, storm_on
+from benchmarks.failover_storm import Disturbance, disturbed, storm_on
 from benchmarks.storm_answers import Answer, Road, the_asks
-from tests.service_process import ServiceProcess, tiny_checkpoint
-
-SECRET = "a secret of this test"
+from benchmarks.storm_service import StormedService
 
 
-@pytest.fixture(scope="module")
-def stormed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServiceProcess, str]]:
-    """The service, and the path of its model."""
-    folder = str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
-    with configured_service(settings_of(folder, SECRET, executor="tests.served_fake:make_executor")) as service:
-        yield service, folder
-
-
-async def storm(stormed: tuple[ServiceProcess, str], disturbance: Disturbance, *roads: Road) -> dict[str, Any]:
-    service, model = stormed
-    asks = the_asks(24, least_tokens=30, most_tokens=120, roads=roads)
+async def storm(stormed: StormedService, disturbance: Disturbance, *roads: Road) -> dict[str, Any]:
+    asks = the_asks(24, least_tokens=20, most_tokens=80, roads=roads)
     blows = {"num_kills": 3, "num_freezes": 0, "outage_s": 0.0, "seed": 3}
-    async with storm_on(service, SECRET, model=model, asks=asks, **blows) as made:
+    async with storm_on(stormed.process, stormed.secret, model=stormed.model, asks=asks, **blows) as made:
         figures = await disturbed(made, disturbance)
     print(figures)  # seen where a test fails
     return figures
@@ -38,8 +25,8 @@ async def storm(stormed: tuple[ServiceProcess, str], disturbance: Disturbance, *
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-async def test_three_killed_workers_change_no_answer_over_http_or_grpc(stormed: tuple[ServiceProcess, str]) -> None:
-    figures = await storm(stormed, Disturbance.KILL, *Road)
+async def test_three_killed_workers_change_no_answer_over_http_or_grpc(stormed_service: StormedService) -> None:
+    figures = await storm(stormed_service, Disturbance.KILL, *Road)
     assert figures["differing"] == []
     assert figures["same_as_undisturbed"] == 24
     assert figures["struck"] == 3
@@ -49,9 +36,9 @@ async def test_three_killed_workers_change_no_answer_over_http_or_grpc(stormed: 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 async def test_a_killed_gateway_hurts_its_own_clients_and_frees_their_cells(
-    stormed: tuple[ServiceProcess, str],
+    stormed_service: StormedService,
 ) -> None:
-    figures = await storm(stormed, Disturbance.GATEWAY, *Road)
+    figures = await storm(stormed_service, Disturbance.GATEWAY, *Road)
     assert figures["differing"] == []
     assert 0 < figures["clients_with_an_error"] < 24
     assert figures["clients_with_an_error"] + figures["same_as_undisturbed"] == 24
@@ -61,8 +48,8 @@ async def test_a_killed_gateway_hurts_its_own_clients_and_frees_their_cells(
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-async def test_wires_that_are_dead_for_a_while_change_no_answer(stormed: tuple[ServiceProcess, str]) -> None:
-    figures = await storm(stormed, Disturbance.LINK, Road.HTTP)
+async def test_wires_that_are_dead_for_a_while_change_no_answer(stormed_service: StormedService) -> None:
+    figures = await storm(stormed_service, Disturbance.LINK, Road.HTTP)
     assert figures["differing"] == []
     assert figures["cut"] == 2
     assert all(0 < seconds < 30 for seconds in figures["freed_within_s"])

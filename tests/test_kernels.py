@@ -99,6 +99,25 @@ def test_scattering_fills_its_cells_and_leaves_the_others(width: int) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("width", POOLS)
+def test_blocks_lie_one_after_the_other_and_the_last_may_be_short(width: int) -> None:
+    planes = make_planes(*POOLS[width])
+    expected = [plane.clone() for plane in planes]
+    copier = CellCopier(planes)
+    cells, packed = indices(7, 0, 3, 8, 4), copier.buffer(6)
+    copier.gather(cells, packed, block_cells=2)
+    at = 0
+    for block in cells.split(2):
+        size = copier.num_planes * len(block) * copier.row_bytes
+        assert torch.equal(in_buffer(copier, packed.storage[at:], len(block)), gathered(planes, block))
+        at += size
+    copier.scatter(packed, indices(1, 2, 5, 6, 0), block_cells=2)
+    for plane, before in zip(planes, expected, strict=True):
+        before[[1, 2, 5, 6, 0]] = before[[7, 0, 3, 8, 4]]
+        assert torch.equal(plane, before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("width", POOLS)
 def test_copying_within_the_pool_leaves_all_but_the_targets(width: int) -> None:
     planes = make_planes(*POOLS[width])
     expected = [plane.clone() for plane in planes]

@@ -44,6 +44,7 @@ TORCH_FREE_WORKER = (
     "worker.outbox",
     "worker.queue_rate",
     "worker.serving",
+    "worker.tls",
     "worker.wire",
 )
 

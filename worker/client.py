@@ -10,18 +10,21 @@ from planner.limits import Snapshot
 from planner.request import Request
 from worker.desk import News
 from worker.inbox import Inbox
+from worker.totals import Totals
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """One step's news for one client: (its key, update or refusal), and the state of the worker after the step.
 
-    `blocks` are the changes of what is resident since the client's last report; in its first one, all of it.
+    `blocks` are the changes of what is resident since the client's last report; in its first one, all of it. `totals`
+    come now and then, with the first report, and when the engine becomes idle.
     """
 
     updates: tuple[News, ...]
     snapshot: Snapshot
     blocks: BlockChanges = field(default_factory=BlockChanges)
+    totals: Totals | None = None
 
 
 Listener = Callable[[StepReport], None]

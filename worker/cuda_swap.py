@@ -1,14 +1,15 @@
 # mypy: allow-untyped-calls
 """Takes cells to pinned host memory and back, behind the kernels that run meanwhile.
 
-A block is gathered into a staging buffer on the current stream and copied over the bus on a stream of its own, so the
-model's kernels run on; on the way back the other way round. Nothing here waits on the host. What waits on the device:
-a gather where all staging buffers are still on the bus, and whatever is launched after `copy_in` for its bytes.
+Blocks are gathered into a staging buffer on the current stream, as many at once as it holds, and copied over the bus on
+a stream of its own, so the model's kernels run on; on the way back the other way round. Nothing here waits on the host.
+What waits on the device: a gather while both staging buffers are on the bus, and what is launched after `copy_in`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +18,17 @@ from planner.request import CellArray
 from planner.step import SwapIn, SwapOut
 from worker.kernels import CellCopier, PackedCells
 
-# Bytes that may be on the bus before the device waits for it: a sequence of a thousand cells of an 8B model.
-_STAGING_BYTES = 128 << 20
+# Cells of a staging buffer: one launch on the host's side, and a few milliseconds of the bus.
+_STAGING_CELLS = 1024
 # Host memory comes in slabs, since torch rounds what it pins up to a power of two.
 _SLAB_BYTES = 1 << 30
+
+
+class _Run(NamedTuple):
+    """Blocks that one staging buffer holds, and the cells int32[n] on the device that fill them."""
+
+    blocks: list[int]
+    cells: Tensor
 
 
 class PinnedSwap:
@@ -39,9 +47,9 @@ class PinnedSwap:
         block_bytes = block_cells * self._cell_bytes
         self._blocks = [block for slab in _slabs(num_blocks, block_bytes) for block in slab.view(-1, block_bytes)]
         self._bus = torch.cuda.Stream(device=copier.device)
-        num_staging = max(2, min(num_blocks, _STAGING_BYTES // block_bytes))
+        self._run_blocks = max(1, min(num_blocks, _STAGING_CELLS // block_cells))
         # Each with the moment when whoever used it last was done.
-        self._staging = [(copier.buffer(block_cells), torch.cuda.Event()) for _ in range(num_staging)]
+        self._staging = [(copier.buffer(self._run_blocks * block_cells), torch.cuda.Event()) for _ in range(2)]
         self._turn = 0
 
     def rebind(self, copier: CellCopier) -> None:
@@ -51,28 +59,26 @@ class PinnedSwap:
 
     def copy_out(self, swap: SwapOut) -> None:
         current = torch.cuda.current_stream(self._copier.device)
-        cells = self._upload(swap.cells)
-        for block, piece in self._pieces(swap.blocks, cells):
+        for run in self._runs(swap.blocks, self._upload(swap.cells)):
             packed, free = self._next()
             current.wait_event(free)
-            self._copier.gather(piece, packed)
+            self._copier.gather(run.cells, packed, self._block_cells)
             self._bus.wait_stream(current)
             with torch.cuda.stream(self._bus):
-                size = len(piece) * self._cell_bytes
-                block[:size].copy_(packed.storage[:size], non_blocking=True)
+                for host, device in self._pairs(run, packed):
+                    host.copy_(device, non_blocking=True)
             free.record(self._bus)
 
     def copy_in(self, swap: SwapIn) -> None:
         current = torch.cuda.current_stream(self._copier.device)
-        cells = self._upload(swap.cells)
-        for block, piece in self._pieces(swap.blocks, cells):
+        for run in self._runs(swap.blocks, self._upload(swap.cells)):
             packed, free = self._next()
             self._bus.wait_event(free)
             with torch.cuda.stream(self._bus):
-                size = len(piece) * self._cell_bytes
-                packed.storage[:size].copy_(block[:size], non_blocking=True)
+                for host, device in self._pairs(run, packed):
+                    device.copy_(host, non_blocking=True)
             current.wait_stream(self._bus)
-            self._copier.scatter(packed, piece)
+            self._copier.scatter(packed, run.cells, self._block_cells)
             free.record(current)
 
     def join(self) -> None:
@@ -83,10 +89,18 @@ class PinnedSwap:
         self._turn = (self._turn + 1) % len(self._staging)
         return self._staging[self._turn]
 
-    def _pieces(self, blocks: CellArray, cells: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(host block, cells that it holds), in order."""
+    def _runs(self, blocks: CellArray, cells: Tensor) -> Iterator[_Run]:
         assert len(cells) <= len(blocks) * self._block_cells, "more cells than their blocks hold"
-        return zip((self._blocks[block] for block in blocks.tolist()), cells.split(self._block_cells), strict=True)
+        for first in range(0, len(blocks), self._run_blocks):
+            chosen = blocks[first : first + self._run_blocks].tolist()
+            yield _Run(chosen, cells[first * self._block_cells :][: len(chosen) * self._block_cells])
+
+    def _pairs(self, run: _Run, packed: PackedCells) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of each block on the host, and in the staging buffer."""
+        block_bytes = self._block_cells * self._cell_bytes
+        staged = packed.storage[: len(run.cells) * self._cell_bytes].split(block_bytes)
+        for block, device in zip(run.blocks, staged, strict=True):
+            yield self._blocks[block][: len(device)], device
 
     def _upload(self, cells: CellArray) -> Tensor:
         return torch.from_numpy(cells.copy()).pin_memory().to(self._copier.device, non_blocking=True)

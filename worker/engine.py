@@ -11,15 +11,19 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum
+from pathlib import Path
 
 from planner.limits import Limits, Snapshot
 from planner.metrics import Metrics
 from worker.client import Client, Listener
 from worker.executor import Executor, ProgramInfo
 from worker.inbox import Inbox
+from worker.inspection import EngineView
 from worker.loop import Loop
 from worker.pulse import Pulse
 from worker.stats import EngineStats
+from worker.step_log import StepLog
+from worker.totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +49,18 @@ class Engine:
         inbox_size: int,
         on_death: Callable[[BaseException], None],
         check_cells: bool = False,
+        step_log: Path | None = None,
     ) -> None:
         """`executor` and `limits` may be given as what makes them: both are then made on the engine thread, so that
         device state binds there and limits can follow the program. `on_death` is called once, on the engine thread,
-        with what planner or executor raised. `check_cells` has the planner verify its cells after each step.
+        with what planner or executor raised. `check_cells` has the planner verify its cells after each step. All that
+        the planner is asked goes to the file `step_log`.
         """
         self._make_executor = executor if callable(executor) else lambda: executor
         self._make_limits = limits if callable(limits) else lambda _: limits
         self._on_death = on_death
         self._check_cells = check_cells
+        self._step_log = step_log
         self._inbox: Inbox[Client] = Inbox(inbox_size)
         self._started: Future[Loop] = Future()
         self._phase = EngineState.STARTING
@@ -92,6 +99,11 @@ class Engine:
         return self._started.result().metrics
 
     @property
+    def totals(self) -> Totals:
+        """What it has counted, as of a moment ago; needs a started engine."""
+        return self._started.result().totals
+
+    @property
     def snapshot(self) -> Snapshot:
         """As of the last report; needs a started engine."""
         return self._started.result().snapshot
@@ -100,6 +112,15 @@ class Engine:
     def pulse(self) -> Pulse:
         """Of the moment; needs a started engine."""
         return self._started.result().pulse
+
+    def inspect(self) -> Future[EngineView]:
+        """What it holds, filled in between two turns, or never if it ends before. Raises `Unavailable` once stopped.
+
+        Costs the engine time in proportion to its pool.
+        """
+        view: Future[EngineView] = Future()
+        self._inbox.look(view)
+        return view
 
     def drain(self) -> None:
         """Refuse new requests, run on with what was accepted. Every client gets a report."""
@@ -137,7 +158,13 @@ class Engine:
     def _make_loop(self) -> Loop:
         executor = self._make_executor()
         try:
-            return Loop(executor, self._make_limits(executor.info), self._inbox, check_cells=self._check_cells)
+            return Loop(
+                executor,
+                self._make_limits(executor.info),
+                self._inbox,
+                check_cells=self._check_cells,
+                step_log=None if self._step_log is None else StepLog(self._step_log),
+            )
         except BaseException:
             executor.close()
             raise

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from planner.errors import InvalidRequest, QueueFull, Unavailable
 from planner.request import Request
+from worker.inspection import EngineView
 
 C = TypeVar("C")
 
@@ -28,18 +30,25 @@ class Submit(Generic[C]):
 class Mail(Generic[C]):
     """All that came since the last look. To be applied in the order of the fields.
 
-    `cancels` maps (client, key) to the indices to cancel, None for all. `nudged`: the clients want to hear news.
+    `cancels` maps (client, key) to the indices to cancel, None for all. `looks`: who wants to see what the engine
+    holds. `nudged`: the clients want to hear news.
     """
 
     connects: list[C] = field(default_factory=list)
     submits: list[Submit[C]] = field(default_factory=list)
     cancels: dict[tuple[C, int], frozenset[int] | None] = field(default_factory=dict)
     closes: list[C] = field(default_factory=list)
+    looks: list[Future[EngineView]] = field(default_factory=list)
     nudged: bool = False
     stopping: bool = False
 
-    def __bool__(self) -> bool:
+    @property
+    def has_news(self) -> bool:
+        """Whether anything changes or is to be told."""
         return bool(self.connects or self.submits or self.cancels or self.closes or self.nudged or self.stopping)
+
+    def __bool__(self) -> bool:
+        return self.has_news or bool(self.looks)
 
 
 class Inbox(Generic[C]):
@@ -97,6 +106,14 @@ class Inbox(Generic[C]):
             if self._live.pop(client, None) is not None:
                 self._mail.closes.append(client)
                 self._condition.notify()
+
+    def look(self, view: Future[EngineView]) -> None:
+        """Have `view` filled between two turns. Raises `Unavailable` once stopped; later stops leave it unfilled."""
+        with self._condition:
+            if self._stopped:
+                self._check_open()
+            self._mail.looks.append(view)
+            self._condition.notify()
 
     def refuse(self, why: str) -> None:
         """From now on submits and connects raise `Unavailable(why)`; what is queued stays. Clients get a report."""

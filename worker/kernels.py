@@ -77,17 +77,18 @@ class CellCopier:
         """Cell `target[i]` becomes a copy of cell `source[i]`. No cell is in both lists, none twice in `target`."""
         assert len(source) == len(target)
         self._put(target, self._targets)
-        self._launch(_kernels(self._wide).copy, source, self._targets.view)
+        self._launch(_kernels(self._wide).copy, source, self._targets.view, len(source))
 
-    def gather(self, cells: Tensor, packed: PackedCells) -> None:
-        """Fill `packed`, read as `[num_planes, n, row_bytes]`, with `cells`."""
+    def gather(self, cells: Tensor, packed: PackedCells, block_cells: int | None = None) -> None:
+        """Fill `packed`, read as `[num_planes, n, row_bytes]`, with `cells`; or as one such block after the other, of
+        `block_cells` cells each but the last."""
         assert len(cells) <= packed.capacity
-        self._launch(_kernels(self._wide).gather, cells, packed.words)
+        self._launch(_kernels(self._wide).gather, cells, packed.words, block_cells or len(cells))
 
-    def scatter(self, packed: PackedCells, cells: Tensor) -> None:
-        """The way back of `gather`: the same number of cells, none twice."""
+    def scatter(self, packed: PackedCells, cells: Tensor, block_cells: int | None = None) -> None:
+        """The way back of `gather`: the same number of cells, none twice, in the same blocks."""
         assert len(cells) <= packed.capacity
-        self._launch(_kernels(self._wide).scatter, cells, packed.words)
+        self._launch(_kernels(self._wide).scatter, cells, packed.words, block_cells or len(cells))
 
     @property
     def _wide(self) -> bool:
@@ -101,7 +102,7 @@ class CellCopier:
             assert int(cells.max()) < self.num_cells
         into.tensor[: len(cells)].copy_(cells, non_blocking=True)
 
-    def _launch(self, kernel: Any, cells: Tensor, other: Any) -> None:
+    def _launch(self, kernel: Any, cells: Tensor, other: Any, block_cells: int) -> None:
         num_cells = len(cells)
         if num_cells == 0:
             return
@@ -111,7 +112,7 @@ class CellCopier:
         rows = _THREADS // lanes if not SIMULATED else 2
         grid = (math.ceil(num_cells / rows), self.num_planes)
         kernel[grid, (lanes, rows), current_stream()](
-            self._pool, self._starts.view, self._sources.view, other, num_cells, self._row_words
+            self._pool, self._starts.view, self._sources.view, other, num_cells, self._row_words, block_cells
         )
 
 
@@ -150,7 +151,17 @@ def _kernels(wide: bool) -> _Kernels:
     step = 2 if wide else 1
     copy_row = cuda.jit(device=True)(_copy_row_wide if wide else _copy_row)
 
-    def copy(pool: Any, starts: Any, sources: Any, targets: Any, num_cells: int, row_words: int) -> None:
+    def packed_row(i: int, num_cells: int, block_cells: int) -> Any:
+        """Where a plane's row of the i-th cell lies, in rows: behind the blocks before its own, and in its own block
+        behind the planes before this one."""
+        first = i // block_cells * block_cells
+        return first * cuda.gridDim.y + cuda.blockIdx.y * min(block_cells, num_cells - first) + i - first
+
+    packed_row = cuda.jit(device=True)(packed_row)
+
+    def copy(
+        pool: Any, starts: Any, sources: Any, targets: Any, num_cells: int, row_words: int, block_cells: int
+    ) -> None:
         i = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
         if i < num_cells:
             start = starts[cuda.blockIdx.y]
@@ -158,17 +169,21 @@ def _kernels(wide: bool) -> _Kernels:
             target = start + np.int64(targets[i]) * row_words
             copy_row(pool, target * step, pool, source * step, row_words)
 
-    def gather(pool: Any, starts: Any, cells: Any, packed: Any, num_cells: int, row_words: int) -> None:
+    def gather(
+        pool: Any, starts: Any, cells: Any, packed: Any, num_cells: int, row_words: int, block_cells: int
+    ) -> None:
         i = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
         if i < num_cells:
             source = starts[cuda.blockIdx.y] + np.int64(cells[i]) * row_words
-            target = (np.int64(cuda.blockIdx.y) * num_cells + i) * row_words
+            target = np.int64(packed_row(i, num_cells, block_cells)) * row_words
             copy_row(packed, target * step, pool, source * step, row_words)
 
-    def scatter(pool: Any, starts: Any, cells: Any, packed: Any, num_cells: int, row_words: int) -> None:
+    def scatter(
+        pool: Any, starts: Any, cells: Any, packed: Any, num_cells: int, row_words: int, block_cells: int
+    ) -> None:
         i = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
         if i < num_cells:
-            source = (np.int64(cuda.blockIdx.y) * num_cells + i) * row_words
+            source = np.int64(packed_row(i, num_cells, block_cells)) * row_words
             target = starts[cuda.blockIdx.y] + np.int64(cells[i]) * row_words
             copy_row(pool, target * step, packed, source * step, row_words)
 

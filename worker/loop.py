@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from planner.blocks import BlockChanges
 from planner.errors import InvalidConfiguration, RequestRefused, Unavailable, WorkerLost
+from planner.journal import JournaledPlanner
 from planner.limits import Limits
 from planner.planner import Planner
 from planner.request import Request
@@ -21,9 +22,12 @@ from worker.client import Client, StepReport
 from worker.desk import Desk
 from worker.executor import Executor
 from worker.inbox import Inbox, Mail
+from worker.inspection import NUM_STEPS_KEPT, EngineView, StepRecord
 from worker.patience import Patience
 from worker.pulse import Pulse
 from worker.stats import EngineStats, kind_of, num_prefilled
+from worker.step_log import StepLog
+from worker.totals import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +44,18 @@ class _Launched(NamedTuple):
 
 class Loop:
     """What the engine thread does. Owner of planner, executor and books; lives on that thread. What may be read
-    anywhere: `info`, `stats` and `snapshot` (immutable values, replaced whole), `metrics` (counters that only grow)
-    and `pulse`."""
+    anywhere: `info`, `stats`, `snapshot` and `totals` (immutable values, replaced whole), `metrics` (counters that only
+    grow) and `pulse`."""
 
-    def __init__(self, executor: Executor, limits: Limits, inbox: Inbox[Client], *, check_cells: bool) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        limits: Limits,
+        inbox: Inbox[Client],
+        *,
+        check_cells: bool,
+        step_log: StepLog | None = None,
+    ) -> None:
         if limits.max_steps_in_flight > executor.max_steps_in_flight:
             raise InvalidConfiguration(
                 f"limits plan {limits.max_steps_in_flight} steps in flight, the executor takes "
@@ -53,14 +65,18 @@ class Loop:
         self.info = executor.info
         self.stats = EngineStats()
         self._executor = executor
-        self._planner = Planner(limits)
+        self._step_log = step_log
+        self._planner = Planner(limits) if step_log is None else JournaledPlanner(limits, step_log.write)
         self.metrics = self._planner.metrics
+        self._tally = Tally(self.metrics, self._planner.live)
+        self.totals = self._tally.totals()
         self._depth = limits.max_steps_in_flight
         self._inbox = inbox
         self._desk: Desk[Client] = Desk()
         self._newcomers: set[Client] = set()
         self._patience = Patience(self._planner)
         self._in_flight: deque[_Launched] = deque()
+        self._last_steps: deque[StepRecord] = deque(maxlen=NUM_STEPS_KEPT)
         self._settled_at = 0.0
         self._num_turns = 0
         self._is_idle = False
@@ -96,6 +112,8 @@ class Loop:
 
     def close(self) -> None:
         self._executor.close()
+        if self._step_log is not None:
+            self._step_log.close()
 
     def _read_mail(self) -> Mail[Client]:
         self._num_turns += 1
@@ -115,17 +133,26 @@ class Loop:
             for request_id in self._desk.request_ids(client):
                 self._desk.note(self._planner.cancel(request_id))
             self._desk.disconnect(client)
-        self._has_news = bool(mail)
+        for view in mail.looks:
+            view.set_result(self._view())
+        self._has_news = mail.has_news
         return mail
 
     def _submit(self, client: Client, key: int, request: Request) -> None:
+        now = time.monotonic()
         try:
-            request_id = self._patience.submit(request, time.monotonic())
+            request_id = self._patience.submit(request, now)
         except RequestRefused as refusal:
             self._desk.refuse(client, key, refusal)
         else:
+            self._tally.queued(request_id, now)
             self._desk.accept(client, key, request_id, request.n)
             self._executor.prepare(request)
+
+    def _view(self) -> EngineView:
+        return EngineView(
+            self._planner.limits, self._planner.snapshot(), self._planner.inspect(), tuple(self._last_steps)
+        )
 
     def _expire(self) -> None:
         if expired := self._patience.expire(time.monotonic()):
@@ -136,9 +163,11 @@ class Loop:
         num_hits = self.metrics.num_prefix_hits
         step = self._planner.plan()
         if step is not None:
+            now = time.monotonic()
+            self._tally.admitted(self._planner.take_admitted(), now)
             left_some = self._planner.num_queued_tokens > 0
             num_dequeued = num_prefilled(step) + self.metrics.num_prefix_hits - num_hits if left_some else 0
-            self._in_flight.append(_Launched(step, time.monotonic(), num_dequeued, left_some))
+            self._in_flight.append(_Launched(step, now, num_dequeued, left_some))
             self._executor.launch(step)
         assert self._in_flight or not self._planner.has_work, "the planner has work and plans nothing"
         return step
@@ -148,9 +177,12 @@ class Loop:
         step, launched_at, num_dequeued, left_some = self._in_flight.popleft()
         now = time.monotonic()
         seconds = now - max(launched_at, self._settled_at)
-        self.stats = self.stats.after_step(kind_of(step), seconds)
+        kind = kind_of(step)
+        self.stats = self.stats.after_step(kind, seconds)
+        self._tally.step(kind, seconds)
         self._patience.rate.note_step(num_dequeued, seconds, left_some=left_some)
         self._settled_at = now
+        self._last_steps.append(StepRecord(step, seconds, self.snapshot))
         self._desk.note(self._planner.commit(step, result))
         if self._check_cells:
             self._planner.check()
@@ -167,13 +199,18 @@ class Loop:
         """Hand every client its report. Keys that ended are free again before their client hears of it."""
         reports, ended = self._desk.take()
         self._inbox.forget(ended)
-        self.stats = replace(self.stats, emitted_at=time.monotonic())
+        now = time.monotonic()
+        self.stats = replace(self.stats, emitted_at=now)
+        is_new = self._tally.due(now) or not self._planner.has_work
+        if is_new:
+            self.totals = self._tally.totals()
         blocks = self._planner.blocks
         changes, everything = blocks.take_changes(), blocks.everything if self._newcomers else BlockChanges()
         for client, news in reports:
-            known = everything if client in self._newcomers else changes
+            is_newcomer = client in self._newcomers
+            known, totals = everything if is_newcomer else changes, self.totals if is_newcomer or is_new else None
             try:
-                client.listener(StepReport(news, self.snapshot, known))
+                client.listener(StepReport(news, self.snapshot, known, totals))
             except Exception:
                 logger.exception("a listener raised; its client is closed")
                 client.close()

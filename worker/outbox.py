@@ -15,6 +15,8 @@ from planner.request import Update
 from protos import worker_pb2 as pb
 from worker import wire
 from worker.client import StepReport
+from worker.totals import Totals
+from worker.wire_totals import totals_to_proto
 
 MAX_UNREAD_ENDS = 4096
 """While a gateway leaves more ends than this unread, its commands are not read: it cannot pile them up."""
@@ -35,6 +37,7 @@ class Outbox:
         self._refusals: list[tuple[int, RequestRefused]] = []
         self._snapshot: pb.Snapshot | None = None
         self._blocks = BlockNews()
+        self._totals: Totals | None = None
         self._num_unread_ends = 0
         self._num_unread_messages = 0
         self._num_sent = 0
@@ -81,6 +84,7 @@ class Outbox:
                     self._note_end()
         self._snapshot = wire.snapshot_to_proto(report.snapshot, draining=draining)
         self._blocks.note(report.blocks)
+        self._totals = report.totals or self._totals
         self._news.set()
 
     def beat(self) -> None:
@@ -119,6 +123,8 @@ class Outbox:
             await self._all_read.wait()
             return None
         message = pb.StepUpdates(snapshot=self._snapshot)
+        if self._totals is not None:
+            message.totals.CopyFrom(totals_to_proto(self._totals))
         if self._blocks:
             message.blocks.CopyFrom(wire.blocks_to_proto(self._blocks.take(MAX_BLOCKS_IN_MESSAGE)))
         if self._blocks:
@@ -128,7 +134,7 @@ class Outbox:
             if update.finish_reason is not None:
                 self._close(request_id)
         message.updates.extend(wire.update_to_proto(request_id, refusal) for request_id, refusal in self._refusals)
-        self._updates, self._refusals, self._snapshot = {}, [], None
+        self._updates, self._refusals, self._snapshot, self._totals = {}, [], None, None
         self._num_unread_ends = 0
         self._is_sending = True
         self._num_sent += 1

@@ -55,13 +55,16 @@ class DataPlaneServer:
         host: str,
         port: int = 0,
         options: Sequence[tuple[str, int]] = SERVER_OPTIONS,
+        credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        """`host` is the address to bind, that gateways reach; port 0 takes a free one. `options` are gRPC's."""
+        """`host` is the address to bind, that gateways reach; port 0 takes a free one. `options` are gRPC's. Without
+        `credentials` the data plane is plaintext."""
         self._attachments = _Attachments(engine, _worker_info(info, worker_id, max_num_seqs), secret)
         self._engine = engine
         self._host = f"[{host}]" if ":" in host else host
         self._port = port
         self._options = options
+        self._credentials = credentials
         self._watch = PulseWatch(time.monotonic())
         self._watching: asyncio.Task[None] | None = None
         self._server: grpc.aio.Server | None = None
@@ -75,7 +78,11 @@ class DataPlaneServer:
         """Listen; return the bound "host:port". Raises `RuntimeError` when the port is taken."""
         server = grpc.aio.server(options=self._options)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._attachments, server)
-        port = server.add_insecure_port(f"{self._host}:{self._port}")
+        address = f"{self._host}:{self._port}"
+        if self._credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, self._credentials)
         await server.start()
         self._server = server
         self._watching = asyncio.create_task(self._watch_engine(), name="watch the engine")
@@ -119,6 +126,7 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
 
     async def Attach(self, commands: AsyncIterator[pb.Command], context: Context) -> None:  # noqa: N802 - gRPC's name
         if not self._knows_secret(context):
+            logger.warning("refused a stream from %s: it lacks the secret", context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{wire.SECRET_METADATA} is missing or wrong")
         outbox = Outbox()
         try:

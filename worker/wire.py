@@ -37,13 +37,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 """Options of the gateway's channel and, with those of `worker.serving` on top, of the worker's server."""
 
-_TO_WIRE = {
+TO_WIRE = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
     FinishReason.FAILED: pb.FINISH_REASON_FAILED,
 }
-_FROM_WIRE = {wire: reason for reason, wire in _TO_WIRE.items()}
+FROM_WIRE = {wire: reason for reason, wire in TO_WIRE.items()}
 
 
 def request_to_proto(request_id: int, request: Request) -> pb.Submit:
@@ -103,7 +103,7 @@ def update_to_proto(request_id: int, update: Update | RequestRefused) -> pb.Sequ
     if update.prompt_logprobs:
         message.prompt_logprobs.extend(map(_logprobs_to_proto, update.prompt_logprobs))
     if update.finish_reason is not None:
-        message.finish_reason = _TO_WIRE[update.finish_reason]
+        message.finish_reason = TO_WIRE[update.finish_reason]
     if update.error is not None:
         message.error.CopyFrom(error_to_proto(update.error))
     return message
@@ -125,7 +125,7 @@ def update_from_proto(message: pb.SequenceUpdate) -> Update | RequestRefused:
         logprobs=tuple(map(_logprobs_from_proto, message.logprobs)),
         prompt_logprobs=tuple(map(_logprobs_from_proto, message.prompt_logprobs)),
         num_cached_tokens=message.num_cached_tokens,
-        finish_reason=None if going_on else _FROM_WIRE.get(message.finish_reason, FinishReason.FAILED),
+        finish_reason=None if going_on else FROM_WIRE.get(message.finish_reason, FinishReason.FAILED),
         error=error_from_proto(message.error) if message.HasField("error") else None,
     )
 

@@ -1,0 +1,53 @@
+"""`/debug/kv`, `/debug/plan`, `/debug/fleet`: what workers hold, why their last steps were as they were, and what this
+gateway knows of all, as JSON.
+
+For people and for the page. The first two make every worker look through its pool: not to be polled fast.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.answer_maker import Service
+from cluster.answer_response import json_response
+from cluster.debug_views import View
+from cluster.fleet_view import fleet_view
+from planner.errors import InvalidRequest
+from worker.inspection import NUM_STEPS_KEPT
+
+DEFAULT_STEPS: Final = 16
+
+
+class DebugApi:
+    """Owner: the application."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._inspect = service.inspect
+
+    async def fleet(self, _request: Request) -> Response:
+        """What this gateway knows without asking anybody: it may be polled."""
+        return json_response(json.dumps(fleet_view(self._service)).encode())
+
+    async def kv(self, _request: Request) -> Response:
+        views = await self._inspect(0)
+        kept = ("worker", "kv", "num_sequences", "sequences")
+        return _json([{name: view[name] for name in kept} for view in views])
+
+    async def plan(self, request: Request) -> Response:
+        """`?steps=N` of the last steps of every worker."""
+        asked = request.query_params.get("steps", str(DEFAULT_STEPS))
+        if not (asked.isascii() and asked.isdecimal() and int(asked[:6]) <= NUM_STEPS_KEPT):
+            raise InvalidRequest(
+                f"steps must be a whole number up to {NUM_STEPS_KEPT}, not {asked[:20]}", param="steps"
+            )
+        views = await self._inspect(int(asked))
+        return _json([{name: view[name] for name in ("worker", "limits", "steps")} for view in views])
+
+
+def _json(workers: list[View]) -> Response:
+    return json_response(json.dumps({"workers": workers}).encode())

@@ -1,0 +1,29 @@
+"""What two workers might say of themselves: a busy one, and one that drains."""
+
+from __future__ import annotations
+
+from cluster.fleet import WorkerReport
+from cluster.router import WorkerInfo
+from planner.limits import Snapshot
+from planner.request import FinishReason
+from worker.distribution import Histogram
+from worker.stats import StepKind
+from worker.totals import STEP_BOUNDS_S, Totals
+
+
+def reports() -> tuple[WorkerReport, WorkerReport]:
+    step = Histogram(STEP_BOUNDS_S)
+    step.observe(0.003)
+    busy = Totals(
+        prefix_queries=10,
+        prefix_hits=4,
+        decode_forwards={1: 3, 8: 2},
+        padded_rows=5,
+        finished={FinishReason.STOP: 6},
+        step_time={StepKind.DECODE: step.distribution},
+    )
+    infos = [WorkerInfo(name, "tiny", 100, 64, 100, 8, 4) for name in ("w1", "w2")]
+    return (
+        WorkerReport(infos[0], Snapshot(100, 50, 25, 25, 3, 1, 70, 9), draining=False, totals=busy),
+        WorkerReport(infos[1], Snapshot(100, 100, 0, 0, 0, 0, 0, 0), draining=True, totals=Totals()),
+    )

@@ -1,0 +1,193 @@
+"""The page at `/` in a real browser: the fleet live, a playground, by keyboard, in light and dark, on a phone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("playwright")
+
+from playwright.async_api import Browser, expect
+
+from cluster.answer_maker import AnswerMaker, Service
+from cluster.api_settings import ApiSettings
+from cluster.debug_views import View
+from cluster.http_api import create_app
+from tests.browser import CONTRAST, UNLABELLED, chromium, looking_at, needs_chromium
+from tests.fake_fleet import FakeFleet
+from tests.fleet_reports import reports
+from tests.http_desk import MODEL, TEXT, desk, says
+from tests.listening import eventually, listening
+
+pytestmark = [needs_chromium, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+
+ROOMY = replace(MODEL, context=4096, capacity=4096)
+SPANS = [{"owner": "1", "num_bins": 20}, {"owner": "2", "num_bins": 30}, {"owner": "cached", "num_bins": 25}]
+
+
+def pool_view() -> View:
+    sequence = {"request": 1, "index": 0, "phase": "decoding", "tenant": "", "sequence": 1, "num_prompt": 12}
+    sequences = [
+        sequence | {"request": n, "sequence": n, "num_tokens": 20, "num_computed": 19, "num_cells": 19} for n in (1, 2)
+    ]
+    kv = {"capacity": 100, "map": [*SPANS, {"owner": "free", "num_bins": 25}], "adds_up": True}
+    return {"worker": "w1", "kv": kv, "num_sequences": 40, "sequences": sequences, "limits": {}, "steps": []}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with chromium() as made:
+        yield made
+
+
+@asynccontextmanager
+async def service(fleet: FakeFleet, **settings: Any) -> AsyncIterator[str]:
+    async def inspect(_num_steps: int) -> list[View]:
+        return [pool_view()]
+
+    app = create_app(AnswerMaker(Service(fleet, TEXT, ApiSettings(**settings), inspect=inspect)))
+    async with listening(app) as url:
+        yield url
+
+
+def fleet_that(script: Any = None) -> FakeFleet:
+    return FakeFleet(ROOMY, script or says("hi there you", "hello"), reports=reports())
+
+
+async def test_the_fleet_is_there_with_its_cells_sequences_and_figures(browser: Browser) -> None:
+    async with service(fleet_that()) as url, looking_at(browser, url) as (page, wrong):
+        await expect(page.get_by_role("heading", name="w1")).to_be_visible()
+        await expect(page.get_by_role("heading", name="w2")).to_be_visible()
+        await expect(page.locator("#state")).to_have_text("ready")
+        await expect(page.locator("#figures")).to_contain_text("Running3")
+        await expect(page.locator("#figures")).to_contain_text("40 %")
+        await expect(page.locator("[data-worker=w1]")).to_contain_text("25 % of 100 cells owned")
+        await expect(page.locator("[data-worker=w1] tbody tr")).to_have_count(3)
+        await expect(page.locator("[data-worker=w1]")).to_contain_text("and 38 more")
+        await expect(page.locator("[data-worker=w2]")).to_contain_text("draining")
+        colours = await page.locator("[data-worker=w1] canvas").evaluate(
+            "map => { const data = map.getContext('2d').getImageData(0, 0, map.width, map.height).data;"
+            " const seen = new Set(); for (let i = 0; i < data.length; i += 4)"
+            " if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); return seen.size }"
+        )
+        assert colours == len(SPANS) + 1
+        assert wrong == []
+
+
+async def test_a_conversation_by_keyboard_with_two_answers_goes_on_with_the_chosen_one(browser: Browser) -> None:
+    fleet = fleet_that()
+    async with service(fleet) as url, looking_at(browser, url) as (page, wrong):
+        await expect(page.locator("#state")).to_have_text("ready")
+        await page.keyboard.press("Tab")
+        await page.keyboard.press("Enter")  # the link that skips to the playground
+        await page.keyboard.type("hello")
+        await page.get_by_label("Answers").fill("2")
+        await page.get_by_label("Message").press("Control+Enter")
+        answers = page.locator(".answer p")
+        await expect(answers).to_have_text(["hi there you", "hello"])
+        await expect(page.locator(".answer footer").first).to_contain_text("stop")
+        await expect(page.locator("#timing")).to_contain_text("tokens in")
+        second = page.get_by_role("button", name="Go on with this").nth(1)
+        await second.focus()
+        await page.keyboard.press("Space")
+        await expect(page.locator(".answer").nth(1)).to_have_attribute("aria-current", "true")
+        await page.get_by_label("Answers").fill("1")
+        await page.get_by_label("Message").fill("you")
+        await page.get_by_label("Message").press("Control+Enter")
+        await eventually(lambda: len(fleet.requests) == 2)
+        said = TEXT.decode(fleet.requests[1].prompt.tolist())
+        assert said.index("hello") < said.rindex("hello") < said.index("you")
+        assert "hi there" not in said
+        assert wrong == []
+
+
+async def test_stop_ends_what_runs_on_the_worker(browser: Browser) -> None:
+    fleet = fleet_that()
+    fleet.gate.clear()
+    async with service(fleet) as url, looking_at(browser, url) as (page, wrong):
+        await expect(page.locator("#state")).to_have_text("ready")
+        await page.get_by_label("Message").fill("hello")
+        await page.get_by_role("button", name="Send").click()
+        await eventually(lambda: fleet.num_running == 1)
+        await page.get_by_role("button", name="Stop").click()
+        await eventually(lambda: fleet.num_running == 0)
+        await expect(page.locator(".answer footer")).to_contain_text("stopped")
+        await expect(page.get_by_role("button", name="Send")).to_be_enabled()
+        assert wrong == []
+
+
+async def test_what_a_model_says_never_becomes_markup(browser: Browser) -> None:
+    evil = "<img src=x onerror=document.title=1>"
+    async with service(fleet_that(says(evil))) as url, looking_at(browser, url) as (page, wrong):
+        await expect(page.locator("#state")).to_have_text("ready")
+        await page.get_by_label("Message").fill(evil)
+        await page.get_by_role("button", name="Send").click()
+        await expect(page.locator(".answer footer")).to_contain_text("stop")
+        assert await page.locator("#talk img").count() == 0
+        assert await page.title() == "Raycomb"
+        assert wrong == []
+
+
+async def test_a_refusal_is_told_in_words(browser: Browser) -> None:
+    async with service(fleet_that()) as url, looking_at(browser, url) as (page, _):
+        await expect(page.locator("#state")).to_have_text("ready")
+        await page.get_by_label("Most tokens").fill("9999")
+        await page.get_by_label("Message").fill("hello")
+        await page.get_by_role("button", name="Send").click()
+        await expect(page.get_by_role("alert")).to_contain_text("4096")
+
+
+async def test_a_service_with_keys_asks_for_one_and_then_opens(browser: Browser) -> None:
+    async with service(fleet_that(), api_keys=("k",)) as url, looking_at(browser, url) as (page, _):
+        await expect(page.locator("#state")).to_have_text("a key is needed")
+        await page.get_by_label("This service has keys").fill("k")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#state")).to_have_text("ready")
+        await expect(page.locator("#key-form")).to_be_hidden()
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360], ids=["desk", "phone"])
+async def test_every_text_can_be_read_and_nothing_hangs_over(
+    browser: Browser, tmp_path: Path, width: int, dark: bool
+) -> None:
+    async with service(fleet_that()) as url, looking_at(browser, url, width=width, dark=dark) as (page, wrong):
+        await expect(page.locator("#state")).to_have_text("ready")
+        await page.get_by_label("Answers").fill("2")
+        await page.get_by_label("Message").fill("hello")
+        await page.get_by_role("button", name="Send").click()
+        await expect(page.locator(".answer footer").nth(1)).to_contain_text("stop")
+        assert await page.evaluate(CONTRAST) == []
+        assert await page.evaluate(UNLABELLED) == []
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        shot = tmp_path / "page.png"
+        await page.screenshot(path=shot, full_page=True)
+        assert shot.stat().st_size > 10_000
+        assert wrong == []
+
+
+async def test_the_check_of_contrast_sees_a_poor_one(browser: Browser) -> None:
+    async with service(fleet_that()) as url, looking_at(browser, url) as (page, _):
+        await page.locator("h1").evaluate("title => { title.style.color = '#999'; title.style.background = '#aaa' }")
+        assert any(poor.startswith("H1 Raycomb") for poor in await page.evaluate(CONTRAST))
+
+
+async def test_the_page_needs_no_key_and_takes_nothing_from_elsewhere() -> None:
+    async with desk(api_keys=("k",)) as d:
+        index = await d.http.get("/")
+        files = [part.partition('"')[0] for part in index.text.split('="page/')[1:]]
+        answers: list[httpx.Response] = [index, *[await d.http.get(f"/page/{name}") for name in files]]
+        assert (await d.http.get("/page/other.js")).status_code in (401, 404)
+    assert len(answers) >= 4
+    for answer in answers:
+        assert answer.status_code == 200
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+        assert "https://" not in answer.text
