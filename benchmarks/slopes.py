@@ -55,11 +55,12 @@ class Growth:
         return found
 
     def told(self) -> dict[str, dict[str, list[tuple[float, float]]]]:
-        """All samples, for a result file."""
+        """The samples that are judged, for a result file."""
         return {
             what: {
                 where: [(round(at, 2), round(count, 2)) for at, count in series.points]
                 for where, series in places.items()
+                if len(series.points) >= LEAST_POINTS
             }
             for what, places in self._series.items()
         }
