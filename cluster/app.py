@@ -7,11 +7,13 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from cluster.config import ServiceConfig, decide_device, service_config
 from cluster.gateway import Gateway
 from cluster.membership_router import MembershipRouter
+from cluster.scaling_policy import LoadPolicy
+from cluster.shared_secret import cluster_secret
 from cluster.worker import Worker
 
 MAX_ONGOING_REQUESTS = 100_000
@@ -37,11 +39,11 @@ def build(args: dict[str, Any]) -> Application:
 
 def build_application(config: ServiceConfig) -> Application:
     """Bind both deployments. Decides the device where it was left open: CUDA if the cluster has a GPU."""
-    config = with_device_decided(config)
+    config = with_device_decided(config).with_secret(cluster_secret())
     num_gpus = 1 if config.engine.device == "cuda" else 0
     workers = serve.deployment(
         name="Worker",
-        num_replicas=config.num_workers,
+        **_number_of_workers(config),
         ray_actor_options={
             "num_cpus": config.worker_cpus,
             "num_gpus": num_gpus,
@@ -63,8 +65,32 @@ def build_application(config: ServiceConfig) -> Application:
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.drain_timeout_s + SHUTDOWN_MARGIN_S,
+        max_surge_percent=100,  # they are cheap; an old one goes when its successor can serve
     )(Gateway)
     return gateways.bind(config, workers)
+
+
+def _number_of_workers(config: ServiceConfig) -> dict[str, Any]:
+    """What Serve is told of it: a number, or a policy."""
+    if config.max_workers is None:
+        return {"num_replicas": config.num_workers}
+    scaling = config.scaling
+    policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
+        policy_function=LoadPolicy,
+        policy_kwargs={"target_use": scaling.target_use, "target_queue_s": scaling.target_queue_s},
+    )
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=config.min_workers or 1,
+            initial_replicas=config.num_workers,
+            max_replicas=config.max_workers,
+            upscale_delay_s=scaling.upscale_delay_s,
+            downscale_delay_s=scaling.downscale_delay_s,
+            metrics_interval_s=scaling.report_interval_s,
+            look_back_period_s=scaling.look_back_s,
+            policy=policy,
+        )
+    }
 
 
 def with_device_decided(config: ServiceConfig) -> ServiceConfig:

@@ -10,11 +10,12 @@ import importlib
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from cluster.api_settings import ApiSettings
+from cluster.scaling import ScalingSettings
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
 from worker.executor import Executor
@@ -31,10 +32,12 @@ class ServiceConfig(BaseModel):
 
     * `engine.model` is anything that `cluster.checkpoints.resolve` takes; every node resolves it for itself.
     * `http` are the settings of the HTTP endpoints, with the names and keys that clients use.
+    * `num_workers` stay, unless `max_workers` is given: then there are between `min_workers` (1) and so many, as
+      `scaling` says, and `num_workers` (as few as may be) to begin with.
     * `executor` is the import path of what makes an executor from an `EngineConfig` and the source of a vocabulary.
     * `data_plane_host` is the address that workers bind and gateways reach; None: the node's own, as Ray knows it.
     * `data_plane_tls` is a folder on every node with the files of `raycomb certs`; None: the data plane is plaintext.
-    * `secret` authenticates gateways to workers; made new when it is not given.
+    * `secret` authenticates gateways to workers; when it is not given, the Ray cluster's (`cluster.shared_secret`).
     * `worker_cpus`, `gateway_cpus` are what Ray reserves for one replica; a worker on CUDA also reserves one GPU.
     * `drain_timeout_s` is how long a worker or gateway that is to end waits for what runs on it.
     * `step_log` is a folder where each worker records its planner's steps, with the token ids of prompts.
@@ -46,6 +49,9 @@ class ServiceConfig(BaseModel):
     engine: EngineConfig
     http: ApiSettings = ApiSettings()
     num_workers: int = Field(default=1, ge=1)
+    min_workers: int | None = Field(default=None, ge=1)
+    max_workers: int | None = Field(default=None, ge=1)
+    scaling: ScalingSettings = ScalingSettings()
     num_gateways: int = Field(default=1, ge=1)
     executor: str = Field(default=BUILD_EXECUTOR, pattern=r"^[\w.]+:\w+$")
     data_plane_host: str | None = None
@@ -59,6 +65,41 @@ class ServiceConfig(BaseModel):
     max_failovers: int = Field(default=3, ge=0)
     stall_timeout_s: float = Field(default=60.0, gt=0)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _begin_with_the_fewest(cls, settings: Any) -> Any:
+        if isinstance(settings, dict) and settings.get("min_workers") is not None:
+            return {"num_workers": settings["min_workers"], **settings}
+        return settings
+
+    @model_validator(mode="after")
+    def _bounds_agree(self) -> Self:
+        """Raises `InvalidConfiguration` with the numbers that contradict each other."""
+        if self.max_workers is None:
+            if self.min_workers is not None:
+                raise InvalidConfiguration(
+                    f"min_workers is {self.min_workers} and max_workers is not given: say both, or num_workers alone",
+                    param="min_workers",
+                )
+        elif not (self.min_workers or 1) <= self.num_workers <= self.max_workers:
+            raise InvalidConfiguration(
+                f"min_workers ({self.min_workers or 1}) <= num_workers ({self.num_workers}) <= max_workers "
+                f"({self.max_workers}) must hold",
+                param="max_workers",
+            )
+        return self
+
+    @property
+    def most_workers(self) -> int:
+        """There are never more, but for those that drain."""
+        return self.max_workers or self.num_workers
+
+    @property
+    def program(self) -> str:
+        """What workers run, in words: they may take over each other's sequences where this is the same."""
+        engine = self.engine
+        return f"{engine.model} ({engine.load_format} weights, seed {engine.seed}) in {self.executor}"
+
     @property
     def model_name(self) -> str:
         """The name that the service answers with: the first given one, else the model's own.
@@ -70,6 +111,12 @@ class ServiceConfig(BaseModel):
             return names[0]
         is_file = model.is_absolute() or model.suffix in (".gguf", SUFFIX)
         return model.name.removesuffix(".gguf").removesuffix(SUFFIX) if is_file else str(model)
+
+    def with_secret(self, secret: str | None) -> ServiceConfig:
+        """The same service with `secret`, unless one was given or there is none."""
+        if secret is None or "secret" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"secret": SecretStr(secret)})
 
     def on(self, device: Literal["cpu", "cuda"]) -> ServiceConfig:
         """The same service with the engine's device decided."""

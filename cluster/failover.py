@@ -37,15 +37,20 @@ class Failover:
     """Runs that wait for a worker, longest first. Owner: `Streams`, on the gateway's event loop. Never blocks.
 
     `start` sends a run to a worker that has not refused it, or raises `RequestRefused`; nothing has then been sent.
+    `expects_worker`: whether a worker that is there will take runs in a moment, for which new requests wait.
     Waiting runs are held weakly: one whose generation is gone waits no more.
     """
 
-    def __init__(self, start: Callable[[Run], None], limits: FailoverLimits) -> None:
+    def __init__(
+        self, start: Callable[[Run], None], limits: FailoverLimits, expects_worker: Callable[[], bool]
+    ) -> None:
         self._start = start
+        self._expects_worker = expects_worker
         self._limits = limits
         self._waiting: weakref.WeakKeyDictionary[Run, str] = weakref.WeakKeyDictionary()  # and why
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
+        self._turn_at = 0.0  # not every loop's handle tells
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -74,12 +79,21 @@ class Failover:
             self._try_after(RETRY_S)
             return
         if isinstance(refusal, Unavailable) and not self._closed:
-            try:
-                self._start(run)
-            except RequestRefused:
-                run.refuse(refusal)
+            self.begin(run, refusal)
         else:
             run.refuse(refusal)
+
+    def begin(self, run: Run, refusal: RequestRefused | None = None) -> None:
+        """Start a new request's run now, or in a moment if a worker is expected; else it ends with `refusal`, if that
+        is given, or with what `start` raised."""
+        try:
+            self._start(run)
+        except RequestRefused as why_not:
+            if isinstance(why_not, Unavailable) and self._expects_worker():
+                self._waiting[run] = why_not.message
+                self._try_after(RETRY_S)
+            else:
+                run.refuse(refusal or why_not)
 
     def close(self) -> None:
         """Give up what waits, and what is lost from now on."""
@@ -95,9 +109,10 @@ class Failover:
         if not self._waiting or self._closed:
             return
         if self._timer is not None:
-            if self._timer.when() <= self._loop.time() + seconds:
+            if self._turn_at <= self._loop.time() + seconds:
                 return
             self._timer.cancel()
+        self._turn_at = self._loop.time() + seconds
         self._timer = self._loop.call_later(seconds, self._turn)
 
     def _turn(self) -> None:
@@ -105,6 +120,10 @@ class Failover:
         self._timer = None
         nobody_has_room = False
         for run, reason in list(self._waiting.items()):
+            if not run.num_losses and not run.over:
+                del self._waiting[run]
+                self.begin(run)
+                continue
             if run.over or (not nobody_has_room and self._started(run)):
                 del self._waiting[run]
                 continue

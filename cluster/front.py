@@ -21,8 +21,16 @@ DEFAULT_GRPC_PORT = 9000
 EVERY_ADDRESS = ("0.0.0.0", "::")
 FIRST_HTTP_PORT, FIRST_GRPC_PORT = 30_000, 40_000
 PORTS_OF_A_BLOCK, NUM_BLOCKS = 100, 20
-HARD_STOP_S = 3600
-"""HAProxy cuts what is older than this when its set of gateways changes; no answer takes so long."""
+HAPROXY_SETTINGS = {
+    # It cuts what is older than this when its set of gateways changes; no answer takes so long.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+    # When the set changes, a client's connection stays with the process from before for one more request, and where all
+    # gateways were replaced meanwhile none of those that it knows is there: a 500. So one refused connection counts
+    # as down until a check says otherwise, and what finds all of them down goes through Serve's proxy in Python.
+    "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
+    "RAY_SERVE_HAPROXY_RETRIES": "20",
+}
+"""The same for every HAProxy in front of gateways."""
 
 
 class Front(StrEnum):
@@ -67,7 +75,7 @@ def front_environment(front: Front) -> Iterator[dict[str, str]]:
             "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy_without_splice(Path(folder), get_haproxy_binary())),
-            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HARD_STOP_S),
+            **HAPROXY_SETTINGS,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
             "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",

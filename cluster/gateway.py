@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +24,7 @@ from cluster.grpc_api import GrpcApi
 from cluster.grpc_health import Health
 from cluster.grpc_methods import GrpcMethods
 from cluster.http_api import create_app
+from cluster.listing import follow_listing
 from cluster.membership import Members, board, board_key
 from cluster.ray_metrics import RayMetrics
 from cluster.router import Predictions, Router
@@ -38,6 +40,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve")
 
 INSPECT_WITHIN_S: Final = 8.0
+
+TAKE_OVER_S: Final = 10.0
+"""A new gateway waits so long for what it can expect within a second."""
+
+LOOK_S: Final = 0.05
 
 
 @serve.ingress()
@@ -73,16 +80,16 @@ class Gateway(GrpcMethods):
         self._maker = AnswerMaker(service)
         self._grpc = GrpcApi(self._maker)
         self._health = Health(self._streams)
-        loop = asyncio.get_running_loop()
-
-        def follow(members: Members) -> None:  # on Serve's router thread
-            loop.call_soon_threadsafe(self._set_members, members)
-
-        self._unsubscribe = board().subscribe(board_key(workers.app_name, workers.deployment_name), follow)
+        self._program = config.program
+        self._draining = False
+        self._members: Members | None = None
+        self._unsubscribe = self._follow(workers)
         labels = gateway_labels(service.model_name, service.gateway_id)
         self._ray_metrics = RayMetrics(labels, lambda: gateway_samples(meter, self._streams))
         self._ray_metrics.start()
         self._workers = workers.options()  # `options` starts the handle's router, and with it the membership's flow
+        self._unfollow = follow_listing(serve.get_replica_context(), self._set_listed)
+        await self._take_over()
 
     def __serve_build_asgi_app__(self) -> Any:
         """Serve asks for the application once, after the constructor."""
@@ -97,12 +104,43 @@ class Gateway(GrpcMethods):
             raise Unavailable(f"not every worker said what it holds: {type(error).__name__}") from error
         return views
 
+    def _follow(self, workers: DeploymentHandle[Any]) -> Callable[[], None]:
+        """Hear of the workers' membership from now on; gives the way to end that."""
+        loop = asyncio.get_running_loop()
+
+        def follow(members: Members) -> None:  # on Serve's router thread
+            loop.call_soon_threadsafe(self._set_members, members)
+
+        return board().subscribe(board_key(workers.app_name, workers.deployment_name), follow)
+
     def _set_members(self, members: Members) -> None:
-        if not self._health.draining:
-            self._streams.set_members(members)
+        self._members = members
+        if not self._draining:
+            self._streams.set_members({name: each for name, each in members.items() if each.program == self._program})
+
+    def _set_listed(self, listed: bool) -> None:
+        """Serve sends requests here, or no more. Those that are on their way are served, and what runs goes on."""
+        if self._draining:
+            return
+        if listed:
+            self._health.resume()
+        else:
+            self._health.drain()
+
+    async def _take_over(self) -> None:
+        """Where there are workers, be constructed only when requests can be served: until then Serve leaves them to the
+        gateways of the version before, whose workers may run something else. The first gateways find none."""
+        loop = asyncio.get_running_loop()
+        started_at = loop.time()
+        while not self._streams.ready:
+            others_serve = self._members and all(each.program != self._program for each in self._members.values())
+            if self._members == {} or (not others_serve and loop.time() - started_at > TAKE_OVER_S):
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def drain(self) -> None:
         """Take no new requests and say so; what runs goes on. Asked over a Serve handle by whoever ends the service."""
+        self._draining = True
         self._health.drain()
         self._streams.set_members({})
 
@@ -120,7 +158,8 @@ class Gateway(GrpcMethods):
 
     async def __del__(self) -> None:
         """Serve's shutdown hook, after the requests that ran here have ended or the time for that is up."""
-        if hasattr(self, "_unsubscribe"):
+        if hasattr(self, "_unfollow"):
+            self._unfollow()
             self._unsubscribe()
             await self._streams.close()
             await self._ray_metrics.stop()

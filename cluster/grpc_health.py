@@ -26,11 +26,15 @@ class Health:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.draining = False
+        self._draining = False
 
     def drain(self) -> None:
-        """From now on nothing is served; watches say so and end, so that nobody waits for them."""
-        self.draining = True
+        """Say from now on that nothing is served; watches say so and end, so that nobody waits for them."""
+        self._draining = True
+
+    def resume(self) -> None:
+        """Take the drain back."""
+        self._draining = False
 
     async def check(self, request: pb.HealthCheckRequest, call: Call) -> pb.HealthCheckResponse:
         status = self._status(request.service)
@@ -47,7 +51,7 @@ class Health:
             if status != told:
                 yield pb.HealthCheckResponse(status=status)
                 told = status
-            if self.draining:
+            if self._draining:
                 return
             await asyncio.sleep(LOOK_S)
 
@@ -59,4 +63,4 @@ class Health:
     def _status(self, service: str) -> pb.HealthCheckResponse.ServingStatus:
         if service not in SERVICES:
             return SERVICE_UNKNOWN
-        return SERVING if self._fleet.ready and not self.draining else NOT_SERVING
+        return SERVING if self._fleet.ready and not self._draining else NOT_SERVING

@@ -97,7 +97,7 @@ class LocalService:
         else:
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster for this machine alone
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            needed = math.ceil(config.num_workers * config.worker_cpus + config.num_gateways * config.gateway_cpus)
+            needed = math.ceil(config.most_workers * config.worker_cpus + config.num_gateways * config.gateway_cpus)
             report("starting Ray")
             ray.init(
                 address="local",
@@ -117,7 +117,7 @@ class LocalService:
         config = with_device_decided(self._config)
         if self._joins_cluster or config.engine.device != "cpu" or config.engine.num_threads is not None:
             return config
-        num_threads = max(1, len(os.sched_getaffinity(0)) // config.num_workers)
+        num_threads = max(1, len(os.sched_getaffinity(0)) // config.most_workers)
         return config.model_copy(update={"engine": config.engine.model_copy(update={"num_threads": num_threads})})
 
     @contextmanager

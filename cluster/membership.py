@@ -13,10 +13,12 @@ from functools import cache
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A running worker: its identity, and where its data plane listens (host:port)."""
+    """A running worker: its identity, where its data plane listens (host:port), and what it runs, where that is told:
+    a sequence of one worker can go on at another of the same `program` only."""
 
     worker_id: str
     address: str
+    program: str | None = None
 
 
 Members = Mapping[str, Member]
@@ -69,5 +71,7 @@ def board_key(app_name: str, deployment_name: str) -> str:
 
 def members_of(metadata: Iterable[Mapping[str, str]]) -> Members:
     """Members from what replicas recorded; a replica that recorded nothing yet is none."""
-    known = [Member(entry["worker_id"], entry["address"]) for entry in metadata if "address" in entry]
+    known = [
+        Member(entry["worker_id"], entry["address"], entry.get("program")) for entry in metadata if "address" in entry
+    ]
     return {member.worker_id: member for member in known}

@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Final
 
-from cluster.front import HARD_STOP_S, Front, choose_front, haproxy_without_splice
+from cluster.front import HAPROXY_SETTINGS, Front, choose_front, haproxy_without_splice
 
 FOLDER = Path.home() / ".raycomb"
 HTTP_PORTS: Final = (29_000, 29_999)
@@ -33,7 +33,7 @@ def node_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(HTTP_PORTS[1]),
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(GRPC_PORTS[0]),
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(GRPC_PORTS[1]),
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HARD_STOP_S),
+        **HAPROXY_SETTINGS,
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy_without_splice(folder, get_haproxy_binary())),
     }
 

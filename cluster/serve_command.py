@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", nargs="?", help="a folder with config.json, a .gguf file, a program, a hub id, or smollm2-135m"
     )
     parser.add_argument("--config", metavar="FILE", help="YAML with the same settings; flags and RAYCOMB_* beat it")
-    parser.add_argument("--num-workers", type=int, default=1, help="replicas of the model (default: 1)")
+    parser.add_argument("--num-workers", type=int, metavar="N", help="replicas of the model (default: 1)")
+    parser.add_argument("--min-workers", type=int, metavar="N", help="with --max-workers: never fewer (default: 1)")
+    parser.add_argument("--max-workers", type=int, metavar="N", help="let their number follow the load, up to this")
     parser.add_argument("--num-gateways", type=int, default=1, help="processes that speak HTTP (default: 1)")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: 8000)")
@@ -121,10 +123,9 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
             "api_keys": args.api_key or (),
             "keys": () if args.api_keys_file is None else read_keys(args.api_keys_file),
         },
-        "num_workers": args.num_workers,
         "num_gateways": args.num_gateways,
     }
-    for name in ("data_plane_host", "drain_timeout_s", "executor"):
+    for name in ("num_workers", "min_workers", "max_workers", "data_plane_host", "drain_timeout_s", "executor"):
         if (value := getattr(args, name)) is not None:
             settings[name] = value
     for name in ("step_log", "data_plane_tls"):

@@ -18,7 +18,7 @@ from cluster.membership import Members
 from cluster.router import Predictions, Router
 from cluster.run import Run
 from cluster.worker_stream import WorkerStream
-from planner.errors import RaycombError
+from planner.errors import RaycombError, Unavailable
 from planner.request import Request
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Streams:
         self._limits = failover_limits or FailoverLimits()
         self._meter = meter or GatewayMeter()
         self._credentials = credentials
-        self._failover = Failover(self._start, self._limits)
+        self._failover = Failover(self._start, self._limits, self._expects_worker)
         self._next_request_id = 1
         self._last_model: ServedModel | None = None
         self.fault: BaseException | None = None
@@ -110,8 +110,18 @@ class Streams:
 
     def submit(self, request: Request) -> RemoteGeneration:
         generation = RemoteGeneration(self._next_request_id, request)
-        self._start(generation.first_run)
+        try:
+            self._start(generation.first_run)
+        except Unavailable:
+            if not self._expects_worker():
+                raise
+            self._failover.begin(generation.first_run)
         return generation
+
+    def _expects_worker(self) -> bool:
+        """Whether a stream is being opened for the first time: where workers are replaced one by one, the last of the
+        old may leave in the moment in which the first of the new comes."""
+        return any(stream.opening for stream in self._streams.values())
 
     async def close(self) -> None:
         """Break every stream; what runs ends as lost, and the workers cancel it."""

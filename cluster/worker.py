@@ -21,6 +21,7 @@ from cluster.config import ServiceConfig
 from cluster.debug_views import View, worker_view
 from cluster.engine_factory import make_engine
 from cluster.ray_metrics import RayMetrics
+from cluster.scaling import load_report
 from cluster.service_metrics import worker_labels
 from cluster.worker_metrics import worker_samples
 from planner.limits import Snapshot
@@ -78,7 +79,7 @@ class Worker:
 
     def record_replica_metadata(self) -> dict[str, str]:
         """What gateways learn of this replica from Serve, once; see `cluster.membership_router`."""
-        return {"worker_id": self.worker_id, "address": self.address}
+        return {"worker_id": self.worker_id, "address": self.address, "program": self._config.program}
 
     async def check_health(self) -> None:
         if self._engine.state in (EngineState.DEAD, EngineState.STOPPED):
@@ -89,6 +90,10 @@ class Worker:
     @property
     def _hangs(self) -> bool:
         return self._server.engine_quiet_s >= self._config.stall_timeout_s
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `cluster.scaling_policy` decides by; Serve asks now and then."""
+        return load_report(self._engine.snapshot, self._config.engine.max_num_seqs)
 
     async def num_live(self) -> int:
         """Requests that run or wait here."""

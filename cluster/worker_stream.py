@@ -47,7 +47,7 @@ class WorkerStream:
     """Keeps one stream open until `retire`; demultiplexes what comes. Owner: `Streams`, on the gateway's event loop.
 
     A worker that has something to run and says nothing for `stall_timeout_s` hangs: the stream is broken off, and
-    the worker gets nothing more before its engine has spoken again.
+    the worker gets nothing more before its engine has spoken again. `opening`: it is being opened for the first time.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class WorkerStream:
         self._heard_at = 0.0
         self._stalled = False
         self._open = False
+        self.opening = True
         self._retiring = False
         self._idle = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -116,7 +117,7 @@ class WorkerStream:
         try:
             while not self._retiring:
                 error = await self._attach_until_it_ends()
-                was_open, self._open = self._open, False
+                was_open, self._open, self.opening = self._open, False, False
                 self._leave()
                 self._last_report.clear()
                 self._end_all(error)
@@ -128,7 +129,7 @@ class WorkerStream:
                 await self._sleep_unless_retired(backoff_s * random.uniform(0.5, 1.0))
                 backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
         finally:
-            self._open = False
+            self._open = self.opening = False
             self._leave()
             self._end_all(WorkerLost("the gateway is shutting down"))
 
@@ -220,7 +221,7 @@ class WorkerStream:
     def _join(self, hello: pb.StepUpdates) -> None:
         if self._retiring:
             return
-        self._open = True
+        self._open, self.opening = True, False
         self._observer.join(self._last_report.introduce(hello.info))
         self._meter.events.note(f"{self.member.worker_id} joined")
         self._dispatch(hello)

@@ -98,7 +98,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, reason: str) -
 
 
 def test_an_empty_file_is_no_settings_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
-    assert settings(["m", "--config", config_file(tmp_path, "")])["num_workers"] == 1
+    assert settings(["m", "--config", config_file(tmp_path, "")])["num_gateways"] == 1
     with pytest.raises(InvalidConfiguration, match="cannot be read"):
         settings(["m", "--config", str(tmp_path / "none.yaml")])
 
@@ -255,7 +255,7 @@ def test_the_deployed_yaml_is_a_valid_service() -> None:
     assert config.model_name == "smollm2-135m"
 
 
-def test_each_service_makes_a_secret_of_its_own_and_does_not_show_it() -> None:
+def test_without_a_cluster_each_service_makes_a_secret_of_its_own_and_does_not_show_it() -> None:
     one, other = (service_config({"engine": {"model": "m"}}) for _ in range(2))
     assert one.secret != other.secret
     assert len(one.secret.get_secret_value()) == 64
@@ -317,6 +317,22 @@ def test_fewer_gpus_than_workers_is_a_question_and_not_a_guess() -> None:
     config = service_config({"engine": {"model": "m"}, "num_workers": 2})
     with pytest.raises(InvalidConfiguration, match="2 workers need a GPU each and the cluster has 1"):
         decide_device(config, {"GPU": 1.0})
+
+
+def test_a_secret_that_was_given_is_not_replaced_by_the_clusters() -> None:
+    made = service_config({"engine": {"model": "m"}})
+    given = service_config({"engine": {"model": "m"}, "secret": "mine"})
+    assert made.with_secret("shared").secret.get_secret_value() == "shared"
+    assert made.with_secret(None).secret == made.secret
+    assert given.with_secret("shared").secret.get_secret_value() == "mine"
+
+
+def test_workers_that_run_the_same_may_differ_in_how_many_they_run() -> None:
+    def program(**engine: object) -> str:
+        return service_config({"engine": {"model": "m", **engine}}).program
+
+    assert program() == program(max_num_seqs=4, max_cells=100)
+    assert len({program(), program(model="n"), program(load_format="dummy"), program(seed=1)}) == 4
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])

@@ -191,6 +191,9 @@ async def test_a_watch_sees_every_change_and_ends_with_the_drain(service: str) -
         assert await watch.read() is grpc.aio.EOF
         checked = await client.health_stub.Check(health_pb2.HealthCheckRequest(service=service))
         assert checked.status == NOT_SERVING
+        client.health.resume()
+        checked = await client.health_stub.Check(health_pb2.HealthCheckRequest(service=service))
+        assert checked.status == SERVING
 
 
 async def test_health_of_an_unknown_service_is_not_found_and_all_are_listed() -> None:

@@ -183,7 +183,13 @@ async def test_what_a_killed_worker_ran_goes_on_and_it_is_replaced(service: Serv
 
 
 async def test_the_end_is_orderly_and_leaves_nothing(service: ServiceProcess, step_logs: Path) -> None:
-    service.signal(signal.SIGTERM)
+    async with client_of(service) as client:
+        started = [asyncio.Event() for _ in range(8)]
+        streams = [asyncio.create_task(read_stream(client, event, max_tokens=150)) for event in started]
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 20)
+        service.signal(signal.SIGTERM)
+        lasts = await asyncio.wait_for(asyncio.gather(*streams), 30)
+        assert {last["choices"][0]["finish_reason"] for last in lasts} == {"length"}
     assert await asyncio.to_thread(service.wait, 30) == 0
     await asyncio.to_thread(wait_until, lambda: not service.processes(), 10, "every process has ended")
     assert not any("Traceback" in line for line in service.output), "".join(service.output)

@@ -8,6 +8,7 @@ import gc
 import numpy as np
 import pytest
 
+from cluster.front import free_ports
 from cluster.generation import RemoteGeneration
 from cluster.membership import Member, MembershipBoard, members_of
 from cluster.outbox import Outbox
@@ -259,6 +260,36 @@ async def test_a_worker_that_comes_back_while_its_old_stream_drains_keeps_its_ne
         await until(lambda: len(streams._tasks) == 1)  # the old stream has ended
         assert streams.ready
         streams.submit(request())
+
+
+async def test_a_request_waits_for_a_worker_whose_stream_is_being_opened() -> None:
+    """As in a rolling update, when the last old worker leaves as the first new one comes."""
+    old, new = ScriptedWorker("old"), ScriptedWorker("new")
+    async with fleet_of(old) as streams:
+        await new.start()
+        try:
+            streams.set_members({"new": Member("new", f"127.0.0.1:{new.port}")})
+            assert not streams.ready
+            generation = streams.submit(request())
+            await new.heard()
+            new.say(tokens(5))
+            (update,) = await generation.next()
+            assert update.tokens == (5,)
+        finally:
+            await streams.close()
+            await new.stop()
+
+
+async def test_a_request_that_waited_for_a_stream_that_does_not_open_is_refused() -> None:
+    async with fleet_of(ScriptedWorker("old")) as streams:
+        (free,) = free_ports(1)
+        streams.set_members({"new": Member("new", f"127.0.0.1:{free}")})
+        generation = streams.submit(request())
+        with pytest.raises(Unavailable):
+            await generation.next()
+        assert streams.num_live == 0
+        with pytest.raises(Unavailable):
+            streams.submit(request())
 
 
 async def test_what_a_worker_tells_of_its_prefixes_draws_requests_to_it() -> None:
