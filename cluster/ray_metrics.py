@@ -2,6 +2,8 @@
 
 Ray's instruments cost microseconds a call, so the hot road keeps plain numbers and this brings Ray up to date now and
 then: counters by what they grew, histograms by one observation for each value that came, of the mean of its bucket.
+Of more values than `MAX_OBSERVATIONS` it tells a share, the same of every bucket: a latency a token would cost Ray more
+than the tokens cost the gateway. Quantiles stay what they are, and counts are those of the counters.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ PERIOD_S: Final = 2.0
 MAX_CALLS_IN_A_ROW: Final = 256
 """Of Ray, before the event loop has its turn: less than a millisecond."""
 
+MAX_OBSERVATIONS: Final = 1000
+"""Of one histogram in one period."""
+
 Key = tuple[str, tuple[str, ...]]
 Call = Callable[[], None]
 
@@ -37,6 +42,7 @@ class RayMetrics:
         self._read = read
         self._instruments: dict[str, Counter | Gauge | Histogram] = {}
         self._told: dict[Key, float | Distribution] = {}
+        self._owed: dict[Key, list[float]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -86,7 +92,8 @@ class RayMetrics:
             case Histogram() as histogram:
                 assert isinstance(value, Distribution)
                 assert before is None or isinstance(before, Distribution)
-                for mean, times in growth_by_bucket(before, value):
+                owed = self._owed.setdefault(key, [0.0] * len(value.counts))
+                for mean, times in thinned(growth_by_bucket(before, value), owed):
                     observe = partial(histogram.observe, mean, tags)
                     for _ in range(times):
                         yield observe
@@ -110,15 +117,28 @@ class RayMetrics:
 
 
 def growth_by_bucket(before: Distribution | None, after: Distribution) -> list[tuple[float, int]]:
-    """For each bucket that grew: the mean of what came, kept inside the bucket against rounding, and how often."""
+    """For each bucket: the mean of what came, kept inside the bucket against rounding, and how often."""
     grown = []
     edges = (0.0, *after.bounds, math.inf)
     for place, (count, total) in enumerate(zip(after.counts, after.sums, strict=True)):
         times = count - (before.counts[place] if before is not None else 0)
-        if times:
-            mean = (total - (before.sums[place] if before is not None else 0.0)) / times
-            grown.append((min(max(mean, math.nextafter(edges[place], math.inf)), edges[place + 1]), times))
+        mean = (total - (before.sums[place] if before is not None else 0.0)) / times if times else 0.0
+        grown.append((min(max(mean, math.nextafter(edges[place], math.inf)), edges[place + 1]), times))
     return grown
+
+
+def thinned(grown: list[tuple[float, int]], owed: list[float]) -> list[tuple[float, int]]:
+    """The same, with at most `MAX_OBSERVATIONS` in all and one more a bucket. What is left out is `owed`, bucket by
+    bucket, so that a rare value is told in its turn, as often as its share says."""
+    total = sum(times for _, times in grown)
+    if total <= MAX_OBSERVATIONS:
+        return grown
+    told = []
+    for place, (mean, times) in enumerate(grown):
+        due = owed[place] + times * MAX_OBSERVATIONS / total
+        owed[place] = due - int(due)
+        told.append((mean, int(due)))
+    return told
 
 
 def _log_fault(task: asyncio.Task[None]) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.ray_metrics import growth_by_bucket
+from cluster.ray_metrics import MAX_OBSERVATIONS, growth_by_bucket, thinned
 from worker.distribution import Histogram
 
 BOUNDS = (0.01, 0.1, 1.0, 10.0)
 values = st.lists(st.sampled_from((0.0, 0.003, 0.01, 0.05, 0.1, 0.7, 1.0, 3.0, 10.0, 55.0)), max_size=30)
+
+
+def told(grown: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    return [(mean, times) for mean, times in grown if times]
 
 
 def test_only_what_came_since_is_told() -> None:
@@ -19,9 +24,9 @@ def test_only_what_came_since_is_told() -> None:
     histogram.observe(0.25, 2)
     histogram.observe(0.75)
     histogram.observe(20.0)
-    assert growth_by_bucket(before, histogram.distribution) == [(1.25 / 3, 3), (20.0, 1)]
-    assert growth_by_bucket(None, before) == [(0.05, 1)]
-    assert growth_by_bucket(before, before) == []
+    assert told(growth_by_bucket(before, histogram.distribution)) == [(1.25 / 3, 3), (20.0, 1)]
+    assert told(growth_by_bucket(None, before)) == [(0.05, 1)]
+    assert told(growth_by_bucket(before, before)) == []
 
 
 @given(values, values)
@@ -40,3 +45,19 @@ def test_a_histogram_that_is_told_so_has_the_same_buckets_and_nearly_the_same_su
         before = origin.distribution
     assert copy.distribution.counts == origin.distribution.counts
     assert abs(copy.distribution.total - origin.distribution.total) < 1e-9
+
+
+def test_of_many_values_a_share_is_told_and_the_rare_ones_in_their_turn() -> None:
+    owed = [0.0] * 3
+    periods = [thinned([(0.005, 89_990), (0.05, 10_000), (0.5, 10)], owed) for _ in range(20)]
+    assert all(sum(times for _, times in period) <= MAX_OBSERVATIONS + 3 for period in periods)
+    counts = [sum(period[place][1] for period in periods) for place in range(3)]
+    assert counts[0] == pytest.approx(20 * MAX_OBSERVATIONS * 0.8999, abs=1)
+    assert counts[1] == pytest.approx(20 * MAX_OBSERVATIONS / 10, abs=1)
+    assert counts[2] in (1, 2)  # one in ten thousand
+
+
+def test_few_values_are_told_as_they_are() -> None:
+    owed = [0.0, 0.0]
+    assert thinned([(0.5, 600), (2.0, 400)], owed) == [(0.5, 600), (2.0, 400)]
+    assert owed == [0.0, 0.0]
