@@ -54,6 +54,7 @@ def perplexity(decoder: Decoder, tokens: list[int]) -> float:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(900)
 def test_perplexity_grows_by_at_most_two_percent_in_int8_and_eight_in_int4(smollm2_path: Path) -> None:
     settings = EngineConfig(model=os.fspath(smollm2_path), device="cpu", dtype="bfloat16", max_model_len=512)
     decoder = load_program(settings).decoder
