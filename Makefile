@@ -6,10 +6,10 @@ MODEL ?= smollm2-135m
 PROMPT ?= What is the capital of France? Answer in one sentence.
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo serve test lint types check protos clean
+.PHONY: help setup demo serve test test-all lint types check protos clean
 
 help:  ## List the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(READY)  ## Install the pinned set into .venv
 
@@ -33,7 +33,10 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-test: setup lint types  ## ruff, mypy --strict and every test that this machine can run
+test: setup lint types  ## ruff, mypy --strict and every test that this machine can run, but for the slow ones
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup --durations 25
+
+test-all: setup lint types  ## The same with the slow tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --durations 25
 
 protos: setup  ## Regenerate the gRPC stubs

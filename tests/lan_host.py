@@ -36,7 +36,7 @@ def lay_out_files(home: str, keep: list[str], hosts: str) -> None:
     """Mounts that only this host sees. What is kept waits in /run while the folders that hide it are covered."""
     call("mount", "--make-rprivate", "/")
     call("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
-    staged = {}
+    staged: dict[str, Path] = {}
     for source in (home, *keep):
         staged[source] = STAGE / str(len(staged))
         if Path(source).is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shlex
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from tests.lan import Lan
 from tests.service_process import ROOT
 
 CLUSTER: Final = "deploy/cluster.yaml"
+APPLICATIONS: Final = "http://127.0.0.1:8265/api/serve/applications/"
 NOT_COPIED: Final = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "*.egg-info")
 PIP_SETTINGS: Final = "[global]\nno-index = true\ndisable-pip-version-check = true\nno-build-isolation = false\n"
 SCRIPTS: Final = ("ray", "serve")
@@ -97,6 +99,14 @@ class RayUp:
 
     def on_head(self, line: str, timeout_s: float) -> str:
         return self.at_desk(f"ray exec {CLUSTER} {shlex.quote(line)}", timeout_s)
+
+    def application_status(self) -> str:
+        """What Serve says of the application: RUNNING once everything that was asked for is ready."""
+        ask = f"import urllib.request as r; print(r.urlopen('{APPLICATIONS}', timeout=10).read().decode())"
+        code, printed = self.head.run(f'raycomb-env/bin/python -c "{ask}"', 30)
+        assert code == 0, printed
+        status: str = json.loads(printed)["applications"]["raycomb"]["status"]
+        return status
 
     def processes(self, title: str) -> dict[str, int]:
         """How many processes with `title` each host has that is on, by its name."""
