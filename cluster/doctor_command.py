@@ -1,30 +1,30 @@
 """`raycomb doctor`: is everything there that a service needs? One line a check; exit code 1 if one failed.
 
 With RAY_ADDRESS set it asks every node of that cluster, else this machine alone. It changes nothing, and can wait for
-nodes that are still to join: `ray up` itself is content when the head runs.
+nodes that are still to join and a service that is still to start: `ray up` itself is content when the head runs, and
+`serve deploy` when it was understood.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import math
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from cluster.ask import is_ready
+from cluster.cluster_facts import facts_of_cluster
 from cluster.doctor_checks import Finding, findings
 from cluster.front import DEFAULT_GRPC_PORT
 from cluster.grpc_probe import is_serving
-from cluster.node_facts import NodeFacts, node_facts
+from cluster.node_facts import node_facts
 from cluster.planned_nodes import PlannedNodes, planned_nodes
 from cluster.serve_command import port_number
-from planner.errors import SetupError
+from planner.errors import InvalidConfiguration
 
 THIS_MACHINE = "this machine"
-ANSWER_S = 60.0
 POLL_S = 0.5
 
 
@@ -37,80 +37,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--nodes", type=int, metavar="N", help="how many nodes the cluster must have")
     size.add_argument("--cluster", type=Path, metavar="FILE", help="the file of `ray up` that says how many")
-    parser.add_argument(
-        "--wait", type=float, default=0.0, metavar="S", help="how long nodes may take to join, in seconds (default: 0)"
-    )
     parser.add_argument("--gpus", type=int, metavar="N", help="how many GPUs there must be")
-    parser.add_argument("--url", help="a service that must be ready now, such as http://127.0.0.1:8000")
+    parser.add_argument("--url", help="a service that must be ready, such as http://127.0.0.1:8000")
     parser.add_argument("--grpc-target", metavar="HOST:PORT", help="the same, for gRPC")
+    parser.add_argument(
+        "--wait",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="for how many seconds to wait for nodes, and then for the service (default: 0)",
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Raises `SetupError` when the cluster cannot be reached."""
+    """Raises `SetupError` when the cluster cannot be reached, or nodes are counted where there is none."""
     ports = (args.port, args.grpc_port)
     planned = PlannedNodes(args.nodes or 1) if args.cluster is None else planned_nodes(args.cluster)
-    if os.environ.get("RAY_ADDRESS"):
-        nodes = _facts_of_cluster(args.model, ports, planned.num_nodes, args.wait)
+    ray_address = os.environ.get("RAY_ADDRESS")
+    if ray_address:
+        nodes = facts_of_cluster(ray_address, args.model, ports, num_nodes=planned.num_nodes, wait_s=args.wait)
+    elif planned.num_nodes > 1:
+        raise InvalidConfiguration(
+            f"{planned.num_nodes} nodes can be looked for in a cluster only: set RAY_ADDRESS (auto on one of its nodes)"
+        )
     else:
         nodes = {THIS_MACHINE: node_facts(args.model, ports)}
     found = findings(nodes, planned, num_gpus=args.gpus, model=args.model)
+    deadline = time.monotonic() + args.wait
     if args.url is not None:
-        found.append(_service("http", args.url, ready=is_ready(args.url)))
+        found.append(_service("http", args.url, is_ready, deadline))
     if args.grpc_target is not None:
-        found.append(_service("grpc", args.grpc_target, ready=is_serving(args.grpc_target)))
+        found.append(_service("grpc", args.grpc_target, is_serving, deadline))
     for finding in found:
         print(finding)
     return 1 if any(finding.failed for finding in found) else 0
 
 
-def _service(subject: str, where: str, *, ready: bool) -> Finding:
-    if ready:
-        return Finding(subject, f"{where} serves")
-    return Finding(subject, f"{where} does not serve", "see `serve status`, and the logs of its gateways and workers")
-
-
-def _facts_of_cluster(
-    model: str | None, ports: Collection[int], num_nodes: int, wait_s: float
-) -> dict[str, NodeFacts | None]:
-    """One small task on each live node, once there are `num_nodes` or `wait_s` is over; None for a node whose task
-    failed or did not end in time."""
-    import ray
-    from ray.exceptions import RayError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError) as error:
-        raise SetupError(f"no Ray cluster answers at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}") from error
-    try:
-        task = ray.remote(node_facts)
-        asked = {}
-        for node_id, address in _live_nodes(num_nodes, wait_s).items():
-            here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            asked[task.options(num_cpus=0, max_retries=0, scheduling_strategy=here).remote(model, ports)] = address
-        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
-        facts: dict[str, NodeFacts | None] = dict.fromkeys(asked.values())
-        for answer in done:
-            try:
-                facts[asked[answer]] = ray.get(answer)
-            except RayError:
-                continue  # it stays without facts, and is told as silent
-        return facts
-    finally:
-        ray.shutdown()
-
-
-def _live_nodes(num_nodes: int, wait_s: float) -> dict[str, str]:
-    """Addresses of live nodes by id: all that there are, as soon as they are `num_nodes`, or after `wait_s`."""
-    import ray
-
-    deadline, told = time.monotonic() + wait_s, 0
-    while True:
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        live = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
-        if len(live) >= num_nodes or time.monotonic() >= deadline:
-            return live
-        if len(live) != told:
-            told = len(live)
-            print(f"...  nodes: {told} of {num_nodes} so far; waiting up to {wait_s:.0f} s", flush=True)
+def _service(subject: str, where: str, serves: Callable[[str], bool], deadline: float) -> Finding:
+    """Ask until `deadline`, a time of the monotonic clock, and once at least."""
+    while not serves(where):
+        if time.monotonic() >= deadline:
+            advice = "see `serve status`, and the logs of its gateways and workers"
+            return Finding(subject, f"{where} does not serve", advice)
         time.sleep(POLL_S)
+    return Finding(subject, f"{where} serves")
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -10,12 +11,13 @@ from threading import Thread
 import pytest
 
 from cluster.cli import main
+from cluster.cluster_facts import facts_of_cluster
 from cluster.doctor_checks import Finding, findings
 from cluster.front import FIRST_GRPC_PORT, FIRST_HTTP_PORT, NUM_BLOCKS, PORTS_OF_A_BLOCK, free_ports
 from cluster.node_facts import Gpu, NodeFacts, node_facts
 from cluster.node_front import node_environment
 from cluster.planned_nodes import PlannedNodes, planned_nodes
-from planner.errors import InvalidConfiguration
+from planner.errors import InvalidConfiguration, SetupError
 from tests.service_process import ROOT, tiny_checkpoint
 
 VERSIONS = {"python": "3.11.7", "raycomb": "0.1.0", "ray": "2.60.0", "torch": "2.13.0"}
@@ -152,19 +154,59 @@ def test_a_service_that_does_not_answer_is_a_failure(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count("does not serve") == 2
 
 
+def test_a_service_that_is_still_starting_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    http_port, grpc_port, late = free_ports(3)
+    server = HTTPServer(("127.0.0.1", late), _SaysOk, bind_and_activate=False)
+    server.server_bind()
+
+    def answer_later() -> None:
+        time.sleep(0.3)
+        server.server_activate()
+        server.handle_request()
+        server.server_close()
+
+    starter = Thread(target=answer_later)
+    starter.start()
+    ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
+    assert main(["doctor", *ports, "--url", f"http://127.0.0.1:{late}", "--wait", "20"]) == 0
+    starter.join()
+    assert f"http://127.0.0.1:{late} serves" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("told", [["--nodes", "3"], ["--cluster", str(ROOT / "deploy" / "cluster.yaml")]])
+def test_nodes_are_not_looked_for_without_a_cluster(told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *told]) == 2
+    assert "set RAY_ADDRESS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wait", ["-1", "nan", "inf", "soon"])
+def test_a_wait_is_a_number_of_seconds(wait: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", f"--wait={wait}"])
+    assert wait in capsys.readouterr().err
+
+
+def test_a_cluster_where_nobody_listens_is_told_at_once() -> None:
+    (port,) = free_ports(1)
+    started_at = time.monotonic()
+    with pytest.raises(SetupError, match=f"RAY_ADDRESS=127.0.0.1:{port}"):
+        facts_of_cluster(f"127.0.0.1:{port}", None, [], num_nodes=1, wait_s=0)
+    assert time.monotonic() - started_at < 30
+
+
 def test_a_port_of_another_program_is_busy() -> None:
     (port,) = free_ports(1)
-    with HTTPServer(("127.0.0.1", 0), _NotServe) as server:
+    with HTTPServer(("127.0.0.1", 0), _SaysOk) as server:
         Thread(target=server.handle_request, daemon=True).start()
         taken = server.server_address[1]
         assert node_facts(None, [port, taken]).busy_ports == {taken}
 
 
-class _NotServe(BaseHTTPRequestHandler):
+class _SaysOk(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b"another program")
+        self.wfile.write(b"anything")
 
     def log_message(self, *_: object) -> None:
         """Nothing on the terminal."""
