@@ -22,6 +22,7 @@ from cluster.grpc_probe import is_serving
 from cluster.node_facts import node_facts
 from cluster.planned_nodes import PlannedNodes, planned_nodes
 from cluster.serve_command import port_number
+from cluster.smoke import why_no_token
 from planner.errors import InvalidConfiguration
 
 THIS_MACHINE = "this machine"
@@ -38,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--nodes", type=int, metavar="N", help="how many nodes the cluster must have")
     size.add_argument("--cluster", type=Path, metavar="FILE", help="the file of `ray up` that says how many")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many GPUs there must be")
-    parser.add_argument("--url", help="a service that must be ready, such as http://127.0.0.1:8000")
-    parser.add_argument("--grpc-target", metavar="HOST:PORT", help="the same, for gRPC")
+    parser.add_argument("--url", help="a service that must be ready and answer, such as http://127.0.0.1:8000")
+    parser.add_argument("--api-key", metavar="KEY", help="for that service, where it asks for one")
+    parser.add_argument("--grpc-target", metavar="HOST:PORT", help="one that must be ready for gRPC")
     parser.add_argument(
         "--wait",
         type=_seconds,
@@ -66,6 +68,8 @@ def execute(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + args.wait
     if args.url is not None:
         found.append(_service("http", args.url, is_ready, deadline))
+        if not found[-1].failed:
+            found.append(_answer(args.url, args.api_key))
     if args.grpc_target is not None:
         found.append(_service("grpc", args.grpc_target, is_serving, deadline))
     for finding in found:
@@ -81,6 +85,13 @@ def _service(subject: str, where: str, serves: Callable[[str], bool], deadline: 
             return Finding(subject, f"{where} does not serve", advice)
         time.sleep(POLL_S)
     return Finding(subject, f"{where} serves")
+
+
+def _answer(url: str, api_key: str | None) -> Finding:
+    fault = why_no_token(url, api_key)
+    if fault is None:
+        return Finding("answer", f"{url} generates")
+    return Finding("answer", f"{url}: {fault}", "see the logs of its gateways and workers; --api-key gives a key")
 
 
 def _seconds(text: str) -> float:

@@ -154,7 +154,9 @@ def test_a_service_that_does_not_answer_is_a_failure(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count("does not serve") == 2
 
 
-def test_a_service_that_is_still_starting_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_service_that_is_still_starting_is_waited_for_and_must_then_answer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     http_port, grpc_port, late = free_ports(3)
     server = HTTPServer(("127.0.0.1", late), _SaysOk, bind_and_activate=False)
     server.server_bind()
@@ -162,15 +164,18 @@ def test_a_service_that_is_still_starting_is_waited_for(capsys: pytest.CaptureFi
     def answer_later() -> None:
         time.sleep(0.3)
         server.server_activate()
-        server.handle_request()
+        for _ in ("is it ready?", "which models?"):
+            server.handle_request()
         server.server_close()
 
     starter = Thread(target=answer_later)
     starter.start()
     ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
-    assert main(["doctor", *ports, "--url", f"http://127.0.0.1:{late}", "--wait", "20"]) == 0
+    assert main(["doctor", *ports, "--url", f"http://127.0.0.1:{late}", "--wait", "20"]) == 1
     starter.join()
-    assert f"http://127.0.0.1:{late} serves" in capsys.readouterr().out
+    told = capsys.readouterr().out.splitlines()
+    assert f"ok   http: http://127.0.0.1:{late} serves" in told
+    assert told[-1].startswith(f"FAIL answer: http://127.0.0.1:{late}: its answer is not that of such a service")
 
 
 @pytest.mark.parametrize("told", [["--nodes", "3"], ["--cluster", str(ROOT / "deploy" / "cluster.yaml")]])

@@ -180,6 +180,7 @@ def test_hosts_that_come_back_join_again(network: Lan, service: RayUp, undisturb
     doctor += " --url http://127.0.0.1:8000 --grpc-target 127.0.0.1:9000"
     printed = service.on_head(f"RAY_ADDRESS=auto RAY_AUTH_MODE=disabled {doctor}", PATIENCE_S)
     assert all(worker.address in printed for worker in service.workers)
+    assert "ok   answer: http://127.0.0.1:8000 generates" in printed
     assert asyncio.run(Clients(service.head).ask()) == undisturbed
 
 
