@@ -33,7 +33,7 @@ pytestmark = [
 
 UP: Final = f"ray up -y {CLUSTER}"
 WORKER: Final = "ServeReplica:raycomb:Worker"
-PATIENCE_S: Final = 120.0
+PATIENCE_S: Final = 180.0
 NUM_TOKENS: Final = 32
 PROMPTS: Final = ("The capital of France is", "1, 2, 3, 4, 5,", "Once upon a time,", "Water boils at")
 
