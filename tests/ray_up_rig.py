@@ -42,6 +42,8 @@ def furnish(home: Path, keys: Path) -> None:
     pip = home / ".config" / "pip"
     pip.mkdir(parents=True)
     (pip / "pip.conf").write_text(PIP_SETTINGS)
+    # Ray makes its workers nice by 15; beside other tests on one machine they would starve.
+    (home / ".bashrc").write_text("export RAY_worker_niceness=0\n")
     environment = home / "raycomb-env"
     venv.EnvBuilder(symlinks=True).create(environment)
     places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
