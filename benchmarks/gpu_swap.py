@@ -1,7 +1,7 @@
 """What swap is worth on a GPU: a mixed load in a pool that is too small for it, with host memory and without.
 
-`python -m benchmarks.gpu_swap FOLDER [--gpu-memory-utilization 0.12] [--keep]`; FOLDER has a model's config.json, and weights
-are random. A third run begins with a small pool that grows under the same load.
+`python -m benchmarks.gpu_swap FOLDER [--gpu-memory-utilization 0.12] [--keep]`; FOLDER has a model's config.json, and
+weights are random. A third run begins with a small pool that grows under the same load.
 """
 
 from __future__ import annotations

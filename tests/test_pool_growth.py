@@ -103,6 +103,6 @@ def test_a_step_needs_the_highest_cell_that_it_writes() -> None:
 
 def test_a_pool_on_the_cpu_says_that_it_does_not_grow(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
-    with pytest.raises(InvalidConfiguration, match="only a pool on a GPU grows") as refusal:
+    with pytest.raises(InvalidConfiguration, match="kv_initial_cells is 9") as refusal:
         build_executor(EngineConfig(model=str(tmp_path), device="cpu", kv_initial_cells=9))
     assert refusal.value.param == "kv_initial_cells"

@@ -48,23 +48,25 @@ def blocks_in(gib: float, block_cells: int, cell_bytes: int) -> int:
 
 
 class HostSwap:
-    """A `SwapSpace` that copies with torch, at once. Memory is taken from the system as blocks are first used."""
+    """A `SwapSpace` that copies with torch, at once, and waits for it. Memory is taken from the system as blocks are
+    first used."""
 
     def __init__(self, pool: KvPool, num_blocks: int, block_cells: int) -> None:
         self._pool = pool
         self._block_cells = block_cells
         shape = (pool.keys.shape[0], num_blocks * block_cells, *pool.keys.shape[2:])
-        self._keys, self._values = (torch.empty(shape, dtype=pool.keys.dtype, device=pool.keys.device) for _ in "kv")
+        self._keys, self._values = (torch.empty(shape, dtype=pool.keys.dtype) for _ in "kv")
 
     def copy_out(self, swap: SwapOut) -> None:
         places, cells = self._places(swap.blocks, len(swap.cells)), _indices(swap.cells)
-        self._keys[:, places] = self._pool.keys[:, cells]
-        self._values[:, places] = self._pool.values[:, cells]
+        self._keys[:, places] = self._pool.keys[:, cells].cpu()
+        self._values[:, places] = self._pool.values[:, cells].cpu()
 
     def copy_in(self, swap: SwapIn) -> None:
         places, cells = self._places(swap.blocks, len(swap.cells)), _indices(swap.cells)
-        self._pool.keys[:, cells] = self._keys[:, places]
-        self._pool.values[:, cells] = self._values[:, places]
+        device = self._pool.keys.device
+        self._pool.keys[:, cells] = self._keys[:, places].to(device)
+        self._pool.values[:, cells] = self._values[:, places].to(device)
 
     def _places(self, blocks: CellArray, num_cells: int) -> Tensor:
         """int64[num_cells]: rows of the host's tensors, block by block."""
