@@ -24,7 +24,8 @@ from benchmarks.record import record
 from benchmarks.stepping_executor import SLOW_STEP_S
 from benchmarks.timed_gateway import RouterTimes, timed_gateway
 from benchmarks.worker_watch import watched
-from cluster.bench_online import Prompt, Server, run_load
+from cluster.bench_online import Server, run_load
+from cluster.bench_workloads import Prompt
 from cluster.sse_client import Target
 from tests.service_process import ServiceProcess
 
