@@ -60,7 +60,7 @@ class _Maker:
         items = [self.schema(depth + 1) for _ in range(self._draw.randint(1, 3))]
         return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
 
-    def string(self, _: int) -> Schema:
+    def string(self, depth: int) -> Schema:
         kind = self._draw.randrange(4)
         if kind == 0:
             return {"type": "string", "pattern": self._draw.choice(_PATTERNS), "maxLength": 12}
@@ -69,24 +69,24 @@ class _Maker:
         low = self._draw.randint(0, 3)
         return {"type": "string", "minLength": low, "maxLength": low + self._draw.randint(0, 9)}
 
-    def number(self, _: int) -> Schema:
+    def number(self, depth: int) -> Schema:
         low = self._draw.randint(-1000, 1000)
         made: Schema = {"type": self._draw.choice(["integer", "number"])}
         made[self._draw.choice(["minimum", "exclusiveMinimum"])] = low
         made[self._draw.choice(["maximum", "exclusiveMaximum"])] = low + self._draw.randint(2, 5000)
         return made
 
-    def enum(self, _: int) -> Schema:
+    def enum(self, depth: int) -> Schema:
         values = ["red", "green", "blue", 1, 2.5, True, None, 'a "quoted" one', "naïve"]
         return {"enum": self._draw.sample(values, self._draw.randint(1, 5))}
 
-    def boolean(self, _: int) -> Schema:
+    def boolean(self, depth: int) -> Schema:
         return {"type": "boolean"}
 
-    def constant(self, _: int) -> Schema:
+    def constant(self, depth: int) -> Schema:
         return {"const": self._draw.choice(["fixed", 7, False, None, {"a": [1, 2]}])}
 
-    def nullable(self, _: int) -> Schema:
+    def nullable(self, depth: int) -> Schema:
         return {"type": [self._draw.choice(["integer", "boolean"]), "null"]}
 
     def either(self, depth: int) -> Schema:

@@ -1,0 +1,202 @@
+"""Structured answers through the whole worker: do all of them fit, and what do they cost?
+
+* `schemas`: random JSON schemas (tests/random_schemas.py), 32 at a time, temperature 1; every completed answer is
+  validated with `jsonschema`.
+* `speed`: 32 sequences of one open-ended schema beside 32 free ones of the same length; tokens per second of each.
+* `first`: time from submit to first token, alone, of a schema seen before, of a new one, and of a free answer.
+
+    python -m benchmarks.structured --model smollm2-135m --num-schemas 500
+    python -m benchmarks.structured --model smollm2-135m --layers 2   # random weights: the same vocabulary, little else
+
+`--layers` writes a small Llama with random weights over the model's own vocabulary. Unset, the real model runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+
+from benchmarks.record import record
+from cluster.checkpoints import resolve
+from cluster.structured import check_form, json_form
+from cluster.text import TextModel, load_text
+from planner.planner import Planner
+from planner.request import FinishReason, Request, SamplingParams, Update
+from tests.random_schemas import random_schema
+from worker.config import EngineConfig, LoadFormat
+from worker.executor import Executor, limits_for
+from worker.program import build_executor
+
+BATCH = 32
+PROMPT = "Answer in JSON: describe one thing that you know."
+OPEN_ENDED = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "size": {"type": "integer", "minimum": 0}},
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    },
+    "minItems": 1000,
+}
+
+
+class Rig:
+    """A planner and an executor, with as many steps in flight as it takes."""
+
+    def __init__(self, executor: Executor, config: EngineConfig, text: TextModel) -> None:
+        self.executor, self.text = executor, text
+        self.prompt = np.array(text.encode(PROMPT), dtype=np.int64)
+        self._depth = executor.max_steps_in_flight
+        self._planner = Planner(limits_for(config, executor.info, self._depth))
+
+    def request(self, seed: int, grammar: str | None, max_tokens: int, *, endless: bool = False) -> Request:
+        sampling = SamplingParams(temperature=1.0, seed=seed, grammar=grammar)
+        stops = frozenset() if endless else self.text.eos_ids
+        return Request(self.prompt, max_tokens, sampling, stop_token_ids=stops)
+
+    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Update]]:
+        """Updates by the request's place, as they come; the executor hears of a request when it is submitted."""
+        places = {}
+        for place, request in enumerate(requests):
+            places[self._planner.submit(request)] = place
+            self.executor.prepare(request)
+        in_flight = []
+        while self._planner.has_work:
+            step = self._planner.plan()
+            if step is not None:
+                self.executor.launch(step)
+                in_flight.append(step)
+            if step is None or len(in_flight) == self._depth:
+                for update in self._planner.commit(in_flight.pop(0), self.executor.collect()):
+                    yield places[update.request_id], update
+
+
+def schemas(rig: Rig, num_schemas: int, limit_s: float) -> dict[str, Any]:
+    """How the answers to random schemas ended; stops after `limit_s`."""
+    ends: Counter[str] = Counter()
+    wrong: list[dict[str, Any]] = []
+    num_tokens, began = 0, time.perf_counter()
+    for first in range(0, num_schemas, BATCH):
+        if time.perf_counter() - began > limit_s:
+            break
+        asked = [random_schema(seed) for seed in range(first, min(first + BATCH, num_schemas))]
+        forms = [json_form("schema", schema) for schema in asked]
+        for form in forms:
+            check_form(form)
+        tokens: list[list[int]] = [[] for _ in asked]
+        for place, update in rig.run([rig.request(first + i, form.grammar, 400) for i, form in enumerate(forms)]):
+            tokens[place] += update.tokens
+            if update.finish_reason is None:
+                continue
+            ends[update.finish_reason.value] += 1
+            num_tokens += len(tokens[place])
+            if update.finish_reason is FinishReason.STOP:
+                answer = rig.text.decode(tokens[place], with_special=False)
+                if not _fits(answer, asked[place]):
+                    wrong.append({"schema": asked[place], "answer": answer})
+    seconds = time.perf_counter() - began
+    return {"ends": dict(ends), "num_wrong": len(wrong), "wrong": wrong[:5], "tokens": num_tokens, "seconds": seconds}
+
+
+def _fits(answer: str, schema: dict[str, Any]) -> bool:
+    try:
+        jsonschema.validate(json.loads(answer), schema, format_checker=jsonschema.FormatChecker())
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def speed(rig: Rig, num_tokens: int) -> dict[str, float]:
+    """Tokens per second of 32 sequences, the first of three runs being the warm-up; the better of the other two."""
+    grammar = json_form("schema", OPEN_ENDED).grammar
+    found = {}
+    for name, chosen in (("free", None), ("schema", grammar)):
+        rates = []
+        for _ in range(3):
+            began = time.perf_counter()
+            requests = [rig.request(seed, chosen, num_tokens, endless=True) for seed in range(BATCH)]
+            made = sum(len(update.tokens) for _, update in rig.run(requests))
+            rates.append(made / (time.perf_counter() - began))
+        found[f"{name}_tokens_per_s"] = max(rates[1:])
+    return found | {"ratio": found["schema_tokens_per_s"] / found["free_tokens_per_s"]}
+
+
+def first(rig: Rig, repeats: int) -> dict[str, float]:
+    """Milliseconds to the first token at the median."""
+    known = json_form("schema", random_schema(0)).grammar
+    list(rig.run([rig.request(0, known, 1)]))
+    fresh = [json_form("schema", random_schema(10_000 + i)).grammar for i in range(repeats)]
+    kinds: dict[str, list[str | None]] = {"free": [None] * repeats, "known": [known] * repeats, "new": [*fresh]}
+    found = {}
+    for name, grammars in kinds.items():
+        times = []
+        for seed, grammar in enumerate(grammars):
+            began = time.perf_counter()
+            list(rig.run([rig.request(seed, grammar, 1)]))
+            times.append(1000 * (time.perf_counter() - began))
+        found[f"{name}_ms"] = statistics.median(times)
+    return found
+
+
+@contextmanager
+def checkpoint(path: Path, text: TextModel, layers: int | None) -> Iterator[tuple[str, LoadFormat]]:
+    """The model's path and its load format."""
+    if layers is None:
+        yield str(path), "auto"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": text.vocab_size,
+            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+        }  # fmt: skip
+        (Path(folder) / "config.json").write_text(json.dumps(sizes))
+        yield folder, "dummy"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--num-schemas", type=int, default=500)
+    parser.add_argument("--limit-s", type=float, default=600.0)
+    parser.add_argument("--speed-tokens", type=int, default=64)
+    parser.add_argument("--num-threads", type=int)
+    parser.add_argument("--trial", action="store_true", help="keep no result file")
+    args = parser.parse_args()
+    path = Path(resolve(args.model))
+    text = load_text(path)
+    with checkpoint(path, text, args.layers) as (model, load_format):
+        config = EngineConfig(
+            model=model, device=args.device, load_format=load_format, max_cells=65_536, num_threads=args.num_threads
+        )
+        executor = build_executor(config, text.vocabulary)
+        rig = Rig(executor, config, text)
+        figures = {
+            "first": first(rig, 20),
+            "speed": speed(rig, args.speed_tokens),
+            "schemas": schemas(rig, args.num_schemas, args.limit_s),
+        }
+        info = executor.info
+        told = vars(args) | {"batch": BATCH, "dtype": info.dtype, "vocab_size": info.vocab_size}
+        executor.close()
+    kind = "structured" if args.layers is None else f"structured-{args.layers}-layers"
+    record(f"{kind}-{args.device}", told, figures, keep=not args.trial)
+
+
+if __name__ == "__main__":
+    main()
