@@ -87,9 +87,13 @@ class Answer:
             mine = list(choices[first : first + part.plan.n])
             first += part.plan.n
             if part.plan.num_told < part.plan.n:
-                mine = sorted(mine, key=mean_logprob, reverse=True)[: part.plan.num_told]
+                mine = self.ranked(mine)[: part.plan.num_told]
             told += mine
         return [[replace(piece, index=index) for piece in pieces] for index, pieces in enumerate(told)]
+
+    def ranked(self, choices: list[Sequence[Piece]]) -> list[Sequence[Piece]]:
+        """One prompt's choices, the best first."""
+        return sorted(choices, key=mean_logprob, reverse=True)
 
     @property
     def finished(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.answer import Answer
 from cluster.api_settings import ApiSettings
+from cluster.beam import BeamAnswer
 from cluster.choice import TextRules
 from cluster.debug_views import Inspect, nobody
 from cluster.fleet import Fleet, ServedModel
@@ -97,6 +98,9 @@ class AnswerMaker:
         prompts = await self._prompts.completion(body, model.context)
         extras = await self._extras(body, requested_form(body))
         plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings, extras))
+        if body.use_beam_search:
+            (plan,) = plans
+            return BeamAnswer(self.service.fleet, text, plan, text_rules(body, None), body.length_penalty), name
         scored = body.logprobs is not None or body.num_made > body.n
         return self._answer(plans, text_rules(body, body.logprobs), terms, scored=scored), name
 

@@ -23,7 +23,14 @@ from planner.errors import InvalidRequest, RaycombError, RequestFailed, RequestR
 from planner.request import FinishReason, Request, Update
 from protos.openai import CompletionBody
 
-_ONLY_ONLINE = ("bad_words", "truncate_prompt_tokens", "best_of", "prompt_logprobs", "return_token_ids")
+_ONLY_ONLINE = (
+    "bad_words",
+    "truncate_prompt_tokens",
+    "best_of",
+    "prompt_logprobs",
+    "return_token_ids",
+    "use_beam_search",
+)
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from protos.openai_tools import NamedTool, Tool, ToolChoice
 MAX_STOP_STRINGS: Final = 4
 MAX_ALTERNATIVES: Final = 20
 MAX_BAD_WORDS: Final = 1000
+MAX_BEAMS: Final = MAX_ALTERNATIVES // 2  # of each beam twice as many continuations are looked at
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -43,8 +44,6 @@ class StreamOptions(Body):
 
 
 _NOT_SUPPORTED_ANYWHERE: Final[Neutral] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
     "early_stopping": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -140,6 +139,13 @@ Prompt = Annotated[
 ]
 
 
+_NOT_WITH_BEAMS: Final = (
+    *("stream", "echo", "logprobs", "prompt_logprobs", "session_id", "bad_words", "min_tokens", "logit_bias"),
+    *("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
@@ -150,10 +156,29 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     session_id: str | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
 
     @property
     def num_made(self) -> int:
         return self.best_of or self.n
+
+    @model_validator(mode="after")
+    def _beams_go_alone(self) -> CompletionBody:
+        if not self.use_beam_search:
+            if self.length_penalty != 1.0:
+                raise RefusedField("length_penalty", "length_penalty needs use_beam_search")
+            return self
+        if self.num_made > MAX_BEAMS:
+            raise RefusedField("use_beam_search", f"at most {MAX_BEAMS} beams are searched, not {self.num_made}")
+        if not isinstance(self.prompt, str) and not all(isinstance(token, int) for token in self.prompt):
+            raise RefusedField("prompt", "a beam search takes one prompt")
+        for name in _NOT_WITH_BEAMS:
+            if getattr(self, name) != CompletionBody.model_fields[name].get_default(call_default_factory=True):
+                raise RefusedField(name, f"{name} has no meaning in a beam search")
+        if self.temperature not in (0.0, 1.0):
+            raise RefusedField("temperature", "a beam search draws nothing, so it has no temperature")
+        return self
 
     @model_validator(mode="after")
     def _best_of_some(self) -> CompletionBody:
@@ -170,6 +195,8 @@ class ChatBody(GenerationBody, Conversation):
     unsupported: ClassVar[Neutral] = {
         **_NOT_SUPPORTED_ANYWHERE,
         "best_of": (1,),
+        "use_beam_search": (False,),
+        "length_penalty": (1, 1.0),
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"],),

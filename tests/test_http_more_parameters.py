@@ -170,7 +170,6 @@ async def test_prompt_log_probabilities_are_asked_for_and_told() -> None:
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output"),
         ({"return_token_ids": 1}, "return_token_ids"),
-        ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
 async def test_what_makes_no_sense_is_refused_by_name(body: dict[str, Any], param: str) -> None:

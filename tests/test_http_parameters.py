@@ -101,7 +101,7 @@ async def test_null_means_not_set() -> None:
         ("logprobs", True),
         ("logprobs", -1),
         ("best_of", 0),
-        ("use_beam_search", True),
+        ("use_beam_search", 1),
         ("response_format", {"type": "json"}),
         ("min_tokens", 9),
         ("stream_options", {"include_usage": True}),
