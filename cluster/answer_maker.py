@@ -100,7 +100,8 @@ class AnswerMaker:
         plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings, extras))
         if body.use_beam_search:
             (plan,) = plans
-            return BeamAnswer(self.service.fleet, text, plan, text_rules(body, None), body.length_penalty), name
+            rules, meter = text_rules(body, None), self.service.meter.request(terms.arrived_at)
+            return BeamAnswer(self.service.fleet, text, plan, rules, meter, body.length_penalty), name
         scored = body.logprobs is not None or body.num_made > body.n
         return self._answer(plans, text_rules(body, body.logprobs), terms, scored=scored), name
 

@@ -16,6 +16,7 @@ import numpy as np
 from cluster.answer import Answer
 from cluster.choice import Piece, TextRules
 from cluster.fleet import Fleet, Generation
+from cluster.gateway_meter import RequestMeter
 from cluster.requests import ChoicePlan
 from cluster.text import TextModel
 from planner.errors import RequestFailed
@@ -84,12 +85,17 @@ class BeamAnswer(Answer):
     """Owner: the task that serves the HTTP request. Of one prompt; `plan.request` says the budget and the stops."""
 
     def __init__(
-        self, fleet: Fleet, text: TextModel, plan: ChoicePlan, rules: TextRules, length_penalty: float
+        self,
+        fleet: Fleet,
+        text: TextModel,
+        plan: ChoicePlan,
+        rules: TextRules,
+        meter: RequestMeter,
+        length_penalty: float,
     ) -> None:
-        super().__init__(fleet, text, [plan], rules, scored=False)
+        super().__init__(fleet, text, [plan], rules, meter, scored=False)
         assert plan.request is not None, "beams generate something"
         self._asked = plan.request
-        self._num_steps = 0
         self._running: list[Generation] = []
         self._search = BeamSearch(plan.n, plan.request.max_tokens, plan.request.stop_token_ids, length_penalty)
 
@@ -142,11 +148,15 @@ class BeamAnswer(Answer):
 
     def _tell(self) -> list[Piece]:
         choices = [choice for part in self._parts for choice in part.choices]
+        self.meter.prompt(len(self._asked.prompt))
         pieces = []
         for choice, beam in zip(choices, self._search.best(), strict=True):
             reason = FinishReason.STOP if beam.ended else FinishReason.LENGTH
             piece = choice.take(Update(0, choice.index, beam.tokens, finish_reason=reason))
             assert piece is not None, "a last update is told"
+            assert piece.ending is not None
+            self.meter.tokens(choice.index, choice.num_tokens)
+            self.meter.ended(piece.ending)
             pieces.append(piece)
         return pieces
 
