@@ -7,6 +7,7 @@
 
     python -m benchmarks.structured --model smollm2-135m --num-schemas 500
     python -m benchmarks.structured --model smollm2-135m --layers 2   # random weights: the same vocabulary, little else
+    python -m benchmarks.structured --no-model   # only the grammars, over the model's vocabulary
 
 `--layers` writes a small Llama with random weights over the model's own vocabulary. Unset, the real model runs.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import tempfile
 import time
@@ -31,11 +33,14 @@ from benchmarks.record import record
 from cluster.checkpoints import resolve
 from cluster.structured import check_form, json_form
 from cluster.text import TextModel, load_text
+from planner.errors import GrammarFailed
 from planner.planner import Planner
 from planner.request import FinishReason, Request, SamplingParams, Update
 from tests.random_schemas import random_schema
 from worker.config import EngineConfig, LoadFormat
 from worker.executor import Executor, limits_for
+from worker.grammars import Grammars
+from worker.masks import ConstrainedRow
 from worker.program import build_executor
 
 BATCH = 32
@@ -118,6 +123,29 @@ def _fits(answer: str, schema: dict[str, Any]) -> bool:
     return True
 
 
+def walks(text: TextModel, num_schemas: int, max_tokens: int = 400) -> dict[str, Any]:
+    """The same without a model: tokens drawn evenly from what the masks allow, which leads into every corner."""
+    grammars, ends, num_wrong, num_tokens = Grammars(text.vocabulary), Counter[str](), 0, 0
+    began = time.perf_counter()
+    for seed in range(num_schemas):
+        schema, draw, tokens = random_schema(seed), random.Random(seed), list[int]()
+        grammar = json_form("schema", schema).grammar
+        while True:
+            (mask,) = grammars.masks([ConstrainedRow(seed, grammar, np.array(tokens, dtype=np.int64))])
+            assert not isinstance(mask, GrammarFailed), mask
+            tokens.append(draw.choice(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()))
+            if tokens[-1] in text.eos_ids or len(tokens) == max_tokens:
+                break
+        stopped = tokens[-1] in text.eos_ids
+        ends["stop" if stopped else "length"] += 1
+        num_tokens += len(tokens)
+        num_wrong += stopped and not _fits(text.decode(tokens, with_special=False), schema)
+        grammars.drop([seed])
+    grammars.close()
+    seconds = time.perf_counter() - began
+    return {"ends": dict(ends), "num_wrong": num_wrong, "tokens": num_tokens, "seconds": seconds}
+
+
 def speed(rig: Rig, num_tokens: int) -> dict[str, float]:
     """Tokens per second of 32 sequences, the first of three runs being the warm-up; the better of the other two."""
     grammar = json_form("schema", OPEN_ENDED).grammar
@@ -171,6 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--no-model", action="store_true", help="only the grammars, drawn from evenly")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--num-schemas", type=int, default=500)
     parser.add_argument("--limit-s", type=float, default=600.0)
@@ -180,6 +209,10 @@ def main() -> None:
     args = parser.parse_args()
     path = Path(resolve(args.model))
     text = load_text(path)
+    if args.no_model:
+        told = {"model": args.model, "num_schemas": args.num_schemas, "vocab_size": text.vocab_size}
+        record("structured-no-model", told, {"walks": walks(text, args.num_schemas)}, keep=not args.trial)
+        return
     with checkpoint(path, text, args.layers) as (model, load_format):
         config = EngineConfig(
             model=model, device=args.device, load_format=load_format, max_cells=65_536, num_threads=args.num_threads
