@@ -33,11 +33,17 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# What starts a service has the machine to itself, so that no wait is for somebody else's work.
+PYTEST := $(BIN)/python -m pytest --durations 15
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+
 test: setup lint types  ## ruff, mypy --strict and every test that this machine can run, but for the slow ones
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup --durations 25
+	$(PYTEST) -m "not cluster and not slow" $(SIDE_BY_SIDE)
+	$(PYTEST) -m "cluster and not slow"
 
 test-all: setup lint types  ## The same with the slow tests
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --durations 25
+	$(PYTEST) -m "not cluster" $(SIDE_BY_SIDE)
+	$(PYTEST) -m cluster
 
 protos: setup  ## Regenerate the gRPC stubs
 	$(BIN)/python -m protos.generate

@@ -25,16 +25,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--keep-screenshots", metavar="FOLDER", help="keep the pictures of tests/test_page_service.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side: those that start a service one after the other, all others by file.
-
-    A service wants a core for itself and most of its time waits for processes to start; the other core has time then.
-    """
-    for item in items:
-        group = "services" if item.get_closest_marker("cluster") else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The SmolLM2 checkpoint: where RAYCOMB_SMOLLM2 says, else found or fetched by its name."""

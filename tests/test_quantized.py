@@ -53,6 +53,7 @@ def perplexity(decoder: Decoder, tokens: list[int]) -> float:
     return math.exp(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(900)
 def test_perplexity_grows_by_at_most_two_percent_in_int8_and_eight_in_int4(smollm2_path: Path) -> None:
