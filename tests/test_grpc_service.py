@@ -187,7 +187,11 @@ def test_the_doctor_asks_every_node_of_the_cluster_that_serves(service: ServiceP
     assert done.returncode == 1
     assert lines[0].startswith("FAIL nodes: 1 of 2: ")
     assert all(line.startswith("ok ") for line in lines[1:]), done.stdout
-    assert lines[-2:] == [f"ok   http: {service.url} serves", f"ok   grpc: 127.0.0.1:{service.grpc_port} serves"]
+    assert lines[-3:] == [
+        f"ok   http: {service.url} serves",
+        f"ok   answer: {service.url} generates",
+        f"ok   grpc: 127.0.0.1:{service.grpc_port} serves",
+    ]
 
 
 async def test_a_watch_follows_the_workers_and_ends_with_the_service(service: ServiceProcess) -> None:
