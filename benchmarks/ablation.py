@@ -30,6 +30,7 @@ from cluster.bench_offline import GREEDY, OfflineBench
 from cluster.offline_engine import open_offline
 from planner.request import Request, SamplingParams
 from planner.step import Step, StepResult
+from tests.cuda_rig import EagerSteps
 from worker.config import EngineConfig
 from worker.cuda_decode import Capture, CudaDecode, Plan, Steps
 from worker.cuda_executor import CudaExecutor
@@ -70,19 +71,6 @@ VARIANTS = (
     Variant("host draws", "base", SamplingParams(temperature=0.0, logit_bias=((0, 0.0),))),
     Variant("random", "base", SamplingParams(temperature=1.0, seed=1)),
 )
-
-
-class EagerSteps:
-    """Decode steps that nobody captured; see `worker.cuda_decode.Steps`."""
-
-    def __init__(self, step: Callable[[int, Draw], None], widths: Sequence[int], draws: Sequence[Draw]) -> None:
-        self._step, self._widths = step, widths
-
-    def width_for(self, num_rows: int) -> int:
-        return next(width for width in self._widths if width >= num_rows)
-
-    def replay(self, width: int, draw: Draw) -> None:
-        self._step(width, draw)
 
 
 class OneAtATime:

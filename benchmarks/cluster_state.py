@@ -11,53 +11,22 @@ import dataclasses
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.service_process import ROOT
+from tests.asked_program import AskedProgram, asked_program
 
 ANSWER_S = 20.0
 GIVE_UP_AFTER_S = 90.0
 
 
-class ClusterState:
-    """The asking side. Blocks."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def ask(self) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the program that asks has ended")
-        told: dict[str, Any] = json.loads(line)
-        return told
-
-
 @contextmanager
-def cluster_state(ray_address: str) -> Iterator[ClusterState]:
-    command = [sys.executable, "-m", "benchmarks.cluster_state", ray_address]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield ClusterState(process)
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()  # its loop ends
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
+def cluster_state(ray_address: str) -> Iterator[AskedProgram]:
+    with asked_program("benchmarks.cluster_state", ray_address) as program:
+        yield program
 
 
 def main() -> None:

@@ -21,13 +21,14 @@ from typing import Any
 
 import psutil
 
-from benchmarks.cluster_state import ClusterState, cluster_state
+from benchmarks.cluster_state import cluster_state
 from benchmarks.configured_service import configured_service
 from benchmarks.record import record
 from benchmarks.slopes import Growth
 from benchmarks.soak_clients import Clients
 from benchmarks.storm_answers import the_asks
 from benchmarks.storm_service import GATEWAY, MODEL_NAME, NUM_GATEWAYS, NUM_WORKERS, WORKER, settings_of
+from tests.asked_program import AskedProgram
 from tests.service_process import ServiceProcess, tiny_checkpoint
 
 PAUSE_WITHIN_S = 120.0
@@ -66,7 +67,7 @@ class Pace:
 class Soak:
     """One run. Owner: the task that calls it."""
 
-    def __init__(self, service: ServiceProcess, state: ClusterState, pace: Pace, seed: int) -> None:
+    def __init__(self, service: ServiceProcess, state: AskedProgram, pace: Pace, seed: int) -> None:
         asks = the_asks(NUM_ASKS, least_tokens=5, most_tokens=60)
         self.clients = Clients(service.url, f"127.0.0.1:{service.grpc_port}", MODEL_NAME, asks)
         self.growth = Growth()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from cluster.checkpoints import resolve
 from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
 from cluster.gguf_metadata import read_gguf_header
+from cluster.terminal import say
 from cluster.text import TEXT_FILES, load_text
 from planner.errors import InvalidConfiguration
 from worker.programs.metadata import SUFFIX
@@ -43,7 +43,7 @@ def execute(args: argparse.Namespace) -> int:
         raise InvalidConfiguration(f"a program's name ends with {SUFFIX}, not as {args.output} does", param="output")
     if not args.output.parent.is_dir():
         raise InvalidConfiguration(f"there is no folder {args.output.parent} for the program", param="output")
-    model = resolve(args.model, report=_say)
+    model = resolve(args.model, report=say)
     if model.suffix == SUFFIX:
         raise InvalidConfiguration(f"{args.model} is a program already", param="model")
     load_text(model)  # what a gateway would refuse is refused here
@@ -51,9 +51,9 @@ def execute(args: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     config = engine_config(str(model), given_engine_settings(args))
-    export_model(config, args.output, args.decode_widths, text_side(model), _say)
+    export_model(config, args.output, args.decode_widths, text_side(model), say)
     size = args.output.stat().st_size
-    _say(f"exported {args.output}: {size / 1e6:.1f} MB in {time.perf_counter() - start:.1f} s")
+    say(f"exported {args.output}: {size / 1e6:.1f} MB in {time.perf_counter() - start:.1f} s")
     return 0
 
 
@@ -72,7 +72,3 @@ def _widths(text: str) -> tuple[int, ...]:
     if not widths or widths[0] != 1 or list(widths) != sorted(set(widths)):
         raise argparse.ArgumentTypeError(f"decode widths ascend from 1, as in 1,2,4, not {text}")
     return widths
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

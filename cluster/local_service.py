@@ -27,6 +27,7 @@ from cluster.deploy_errors import setup_error_in
 from cluster.grpc_front import SERVICER_FUNCTION
 from cluster.grpc_probe import is_serving
 from cluster.stop_signals import StopSignals
+from cluster.terminal import report
 from planner.errors import SetupError
 
 APP_NAME = "raycomb"
@@ -37,11 +38,6 @@ SHUTDOWN_MARGIN_S = 10.0
 DRAIN_NOTICE_S = 2.0
 
 logger = logging.getLogger(__name__)
-
-
-def report(line: str) -> None:
-    """Progress for a person at the terminal."""
-    print(f"raycomb: {line}", flush=True)
 
 
 class LocalService:

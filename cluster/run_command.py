@@ -23,6 +23,7 @@ from cluster.checkpoints import resolve
 from cluster.config import BUILD_EXECUTOR
 from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
 from cluster.offline_engine import Interrupted, OfflineEngine, open_offline
+from cluster.terminal import say
 from cluster.text import load_text
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
@@ -47,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Run the batch. Exit code 0, or 1 when some lines got an error, or 130 when it was interrupted."""
     num_lines = _check_files(args.prompts, args.output)
-    model = resolve(args.model, report=_say)
+    model = resolve(args.model, report=say)
     config = engine_config(str(model), given_engine_settings(args) | {"seed": args.seed})
-    text = load_text(model if args.tokenizer is None else resolve(args.tokenizer, report=_say))
+    text = load_text(model if args.tokenizer is None else resolve(args.tokenizer, report=say))
     interrupted = False
     began = time.perf_counter()
     with (
@@ -70,7 +71,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.report is not None:
         figures = report(engine, config, args.model, batch.totals, seconds, load_s)
         args.report.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    _say(_summary(batch.totals, seconds, interrupted=interrupted))
+    say(_summary(batch.totals, seconds, interrupted=interrupted))
     if interrupted:
         return EXIT_INTERRUPTED
     return EXIT_SOME_FAILED if batch.totals.failed else 0
@@ -150,7 +151,3 @@ def _summary(totals: Totals, seconds: float, *, interrupted: bool) -> str:
         f"{state}{totals.completed} lines answered, {totals.failed} failed, "
         f"{totals.generated_tokens} tokens in {seconds:.1f} s ({rate:.1f} tokens/s)"
     )
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

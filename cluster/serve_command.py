@@ -15,6 +15,7 @@ from cluster.config import ServiceConfig, service_config
 from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
 from cluster.front import DEFAULT_GRPC_PORT, Front, check_port, choose_front, choose_grpc_port, front_environment
 from cluster.gguf_metadata import read_gguf_metadata
+from cluster.terminal import report
 from cluster.text import load_text
 from planner.errors import InvalidConfiguration
 from worker.models.config import check_gguf_architecture, read_config
@@ -162,8 +163,3 @@ def port_number(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 1 <= int(text[:6]) <= 65_535):
         raise argparse.ArgumentTypeError(f"{text} is not a port: ports are 1 to 65535")
     return int(text)
-
-
-def report(line: str) -> None:
-    """Progress for a person at the terminal."""
-    print(f"raycomb: {line}", flush=True)

@@ -10,35 +10,27 @@ import dataclasses
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from tests.asked_program import AskedProgram, asked_program
+
 ANSWER_S = 60.0
-ROOT = Path(__file__).parent.parent
 
 
 class ServiceState:
     """The asking side: a process of this program that stays connected."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, program: AskedProgram) -> None:
+        self._program = program
 
     def ask(self) -> dict[str, list[dict[str, Any]]]:
         """`gateways`: a `cluster.activity.Activity` each, and `predictions`: a `cluster.router.Predictions` each.
         `workers`: a `planner.limits.Snapshot` each. `agents`: where Ray's agent of each node exports metrics."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, "the program that asks has ended"
-        told: dict[str, list[dict[str, Any]]] = json.loads(line)
-        return told
+        return self._program.ask()
 
     def wait_until_idle(self, timeout_s: float) -> dict[str, list[dict[str, Any]]]:
         """The first state in which nothing runs, waits or is owned; after `timeout_s`, whatever there is."""
@@ -53,20 +45,8 @@ class ServiceState:
 
 @contextmanager
 def state_of(ray_address: str) -> Iterator[ServiceState]:
-    command = [sys.executable, "-m", "tests.service_state", ray_address]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield ServiceState(process)
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()  # its loop ends
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    with asked_program("tests.service_state", ray_address) as program:
+        yield ServiceState(program)
 
 
 def main() -> None:

@@ -79,11 +79,10 @@ class CpuForwards:
         cells = np.concatenate(seen).astype(np.int64)
         lengths = np.array([len(of_row) for of_row in seen])
         ends = np.cumsum(lengths)
+        firsts = {w: ends - (lengths if w is None else np.minimum(lengths, w)) for w in set(config.windows)}
         rotate_attend = self._rotate_attend_few if len(cells) <= _FEW_SEEN else self._rotate_attend
         for index, layer in enumerate(weights.layers):
             self._num_beats += 1
-            window = config.windows[index]
-            firsts = ends - (lengths if window is None else np.minimum(lengths, window))
             add_norm(hidden.numpy(), delta.numpy(), layer.attention_norm.numpy(), config.norm_eps, normed.numpy())
             heads = self._linear(normed, layer.qkv, layer.qkv_bias)
             rotate_attend(
@@ -96,7 +95,7 @@ class CpuForwards:
                 self._pool.keys[index].numpy(),
                 self._pool.values[index].numpy(),
                 cells,
-                firsts,
+                firsts[config.windows[index]],
                 ends,
                 mixed.numpy(),
             )

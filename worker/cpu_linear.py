@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from worker.cpu_decode import FAST_MATH
+
 Floats = npt.NDArray[np.float32]
 SmallLinear = Callable[[Floats, Floats, Floats, Floats], None]
 
@@ -23,7 +25,6 @@ MOST_ROWS = 16
 _TILE = 4
 _NO_BIAS = np.empty(0, dtype=np.float32)
 _SIGNATURE = "(f4[:,::1], f4[:,::1], f4[::1], f4[:,::1])"
-_FAST_MATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def _small_linear(x: Floats, weight: Floats, bias: Floats, product: Floats) -> None:
@@ -76,7 +77,7 @@ def _small_linear(x: Floats, weight: Floats, bias: Floats, product: Floats) -> N
 
 def compile_small_linear() -> SmallLinear:
     """Compile it, or load it from numba's cache on disk."""
-    compiled: SmallLinear = numba.njit(_SIGNATURE, parallel=True, nogil=True, cache=True, fastmath=_FAST_MATH)(
+    compiled: SmallLinear = numba.njit(_SIGNATURE, parallel=True, nogil=True, cache=True, fastmath=FAST_MATH)(
         _small_linear
     )
     return compiled
