@@ -30,6 +30,7 @@ from tests.changing_service import NUM_STREAMS
 from tests.fakes import expected_tokens
 from tests.served_fake import HANG
 from tests.service_process import tiny_checkpoint
+from tests.sse_events import events_of
 from tests.tiny_text import tiny_text
 
 STREAM_TOKENS = 120  # twelve seconds at the fake's pace
@@ -114,13 +115,11 @@ async def stream_over_http(client: httpx.AsyncClient, number: int, max_tokens: i
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             return f"status {response.status_code}: {(await response.aread()).decode()}"
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    return f"error {event['error']}"
-                text += event["choices"][0]["text"]
-                ends += [end] if (end := event["choices"][0]["finish_reason"]) else []
+        async for event in events_of(response):
+            if "error" in event:
+                return f"error {event['error']}"
+            text += event["choices"][0]["text"]
+            ends += [end] if (end := event["choices"][0]["finish_reason"]) else []
     is_right = text == TEXT.decode(right_tokens(number, max_tokens), with_special=False)
     return "right" if is_right and ends == ["length"] else f"ends {ends}, text {text!r}"
 

@@ -24,6 +24,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.front import free_ports
 from tests.service_process import tiny_checkpoint
+from tests.sse_events import events_of
 
 RUNNING_TOKENS = 250
 
@@ -60,10 +61,8 @@ async def stream(client: httpx.AsyncClient, max_tokens: int) -> str:
     body = {"model": "tiny", "prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     end = "nothing"
     async with client.stream("POST", "/v1/completions", json=body) as response:
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                end = event["error"]["code"] if "error" in event else event["choices"][0]["finish_reason"] or end
+        async for event in events_of(response):
+            end = event["error"]["code"] if "error" in event else event["choices"][0]["finish_reason"] or end
     return end
 
 

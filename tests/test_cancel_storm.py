@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service_process import ServiceProcess
 from tests.service_state import ServiceState
+from tests.sse_events import events_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -83,10 +84,8 @@ class Storm:
         texts, endings, num_events = [""] * ask.n, Counter[int](), 0
         async with self._client.stream("POST", "/v1/completions", json=ask.body()) as response:
             assert response.status_code == 200
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+            async for event in events_of(response):
+                for choice in event["choices"]:
                     texts[choice["index"]] += choice["text"]
                     endings[choice["index"]] += choice["finish_reason"] is not None
                 num_events += 1

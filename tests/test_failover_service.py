@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import signal
 import time
@@ -18,6 +17,7 @@ import pytest
 
 from tests.service_process import ServiceProcess, wait_until
 from tests.service_state import state_of
+from tests.sse_events import events_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(400)]
 
@@ -114,11 +114,10 @@ class Clients:
         answer = Answer()
         async with self._client.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    answer.take(json.loads(line.removeprefix("data: ")))
-                    self.num_events += 1
-                    self._disturb(self.num_events)
+            async for event in events_of(response):
+                answer.take(event)
+                self.num_events += 1
+                self._disturb(self.num_events)
         return answer
 
 

@@ -6,7 +6,6 @@ One story, told in the order of this file: the cluster is made once.
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from protos import inference_pb2_grpc as pb_grpc
 from tests.lan import Host, Lan, lan, why_no_hosts
 from tests.ray_up_rig import CLUSTER, RayUp, make_keys
 from tests.service_process import wait_until
+from tests.sse_events import events_of
 
 OBSTACLE: Final = why_no_hosts()
 pytestmark = [
@@ -112,11 +112,9 @@ class Clients:
         body = self._body(number) | {"model": "smollm2-135m", "stream": True}
         async with client.stream("POST", f"http://{self._host.address}:8000/v1/completions", json=body) as response:
             assert response.status_code == 200
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
-                    assert "error" not in event, event
-                    self._take(number, event["choices"][0]["text"])
+            async for event in events_of(response):
+                assert "error" not in event, event
+                self._take(number, event["choices"][0]["text"])
 
     async def _by_grpc(self, number: int) -> None:
         options = [("grpc.enable_http_proxy", 0)]

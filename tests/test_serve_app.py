@@ -20,6 +20,7 @@ from cluster.certificates import make_certificates
 from planner.replay import replay
 from tests.served_fake import STEP_TIME_S
 from tests.service_process import ROOT, ServiceProcess, running_service, tiny_checkpoint, wait_until
+from tests.sse_events import events_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -61,12 +62,6 @@ def body(max_tokens: int = 8, **changes: Any) -> dict[str, Any]:
 async def client_of(service: ServiceProcess) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
         yield client
-
-
-async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
 
 
 async def read_stream(client: httpx.AsyncClient, started: asyncio.Event, max_tokens: int = LONG) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from google.protobuf import json_format
 
 from protos import inference_pb2, inference_pb2_grpc
 from tests.service_process import ServiceProcess, running_service, tiny_checkpoint, wait_until
+from tests.sse_events import events_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(290)]
 
@@ -89,7 +90,7 @@ async def test_the_first_words_come_long_before_the_last(smollm2_service: Servic
     ):
         assert response.headers.get_list("x-request-id") == ["mine-1"]
         assert response.headers["cache-control"] == "no-cache"
-        arrivals = [time.monotonic() async for line in response.aiter_lines() if line.startswith("data: {")]
+        arrivals = [time.monotonic() async for _ in events_of(response)]
     assert len(arrivals) > 5, "words come as they are made"
     assert arrivals[-1] - arrivals[0] > (arrivals[-1] - asked_at) / 4, "and are not kept back"
 
