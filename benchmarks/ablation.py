@@ -4,6 +4,7 @@ Every variant is an engine of its own, through the whole of planner, executor an
 everything on. A variant takes something away where it is put together, so nothing in the worker knows of it:
 
 * `eager`: decode steps are launched kernel by kernel instead of replayed.
+* `eager prefills`: so are prefills of few tokens.
 * `one step`: a step is planned when the tokens of the one before are on the host.
 * `library`: the vendor's matrix products and separate kernels around them, instead of chains made for each width.
 * `one program a row`: attention of wide steps does not cut long rows into pieces.
@@ -34,7 +35,7 @@ from tests.cuda_rig import EagerSteps
 from worker.config import EngineConfig
 from worker.cuda_decode import Capture, CudaDecode, Plan, Steps
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_memory import warm_up
+from worker.cuda_memory import captured_prefills, warm_up
 from worker.cuda_prefill import PrefillChain
 from worker.decode_plan import AttentionTile, DecodePlan, plan_decode
 from worker.decode_shape import DecodeShape
@@ -50,6 +51,8 @@ NUM_CELLS = 150_000
 CONTEXT = 2048
 PREFILL_TOKENS = 8192
 MIXED = (256, (100, 400))
+# Short prompts and answers, few at a time: nearly every step has a prompt or two beside its decodes.
+CHURN, CHURNING = (512, (32, 128)), 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Variant:
 VARIANTS = (
     Variant("base", "base"),
     Variant("eager", "eager"),
+    Variant("eager prefills", "eager_prefills"),
     Variant("one step", "one_step"),
     Variant("library", "library"),
     Variant("one program a row", "one_program_a_row"),
@@ -106,6 +110,10 @@ def eager(config: EngineConfig, _: VocabularySource) -> Executor:
     return _build(config, capture=EagerSteps)
 
 
+def eager_prefills(config: EngineConfig, _: VocabularySource) -> Executor:
+    return _build(config, captured=False)
+
+
 def one_step(config: EngineConfig, _: VocabularySource) -> Executor:
     return OneAtATime(_build(config))
 
@@ -135,7 +143,9 @@ def _planned(shape: DecodeShape, width: int) -> DecodePlan:
     return plan_decode(shape, width, hopper=torch.cuda.get_device_capability() >= (9, 0))
 
 
-def _build(config: EngineConfig, *, capture: Capture = DecodeGraphs, plan: Plan | None = None) -> CudaExecutor:
+def _build(
+    config: EngineConfig, *, capture: Capture = DecodeGraphs, plan: Plan | None = None, captured: bool = True
+) -> CudaExecutor:
     program = load_program(config)
     info: ProgramInfo = replace(program.info, widths=WIDTHS, swap_blocks=0)
     decoder = program.decoder
@@ -143,23 +153,27 @@ def _build(config: EngineConfig, *, capture: Capture = DecodeGraphs, plan: Plan 
     rotary = cos.to(decoder.device), sin.to(decoder.device)
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, WIDTHS, capture=capture, plan=plan or _planned)
-    executor = CudaExecutor(info, decoder, PrefillChain(decoder.config, decoder.weights, rotary, pool), decode)
+    prefill = PrefillChain(decoder.config, decoder.weights, rotary, pool)
+    graphs = captured_prefills(info, decoder, prefill, pool) if captured else None
+    executor = CudaExecutor(info, decoder, prefill, decode, captured=graphs)
     warm_up(executor, info.num_cells)
     return executor
 
 
 def measure(folder: Path, variant: Variant, batch_sizes: Sequence[int]) -> dict[str, float]:
-    """Milliseconds a step at each batch size, and output tokens a second of a mixed load."""
+    """Milliseconds a step at each batch size, and output tokens a second of a mixed load and of a churning one."""
     config = EngineConfig(
         model=str(folder), device="cuda", load_format="dummy", max_model_len=CONTEXT, max_cells=NUM_CELLS,
         max_num_seqs=WIDTHS[-1], max_prefill_tokens=PREFILL_TOKENS, max_num_batched_tokens=PREFILL_TOKENS,
         prefill_chunk_tokens=CONTEXT, prefix_caching=False,
     )  # fmt: skip
     with open_offline(config, f"benchmarks.ablation:{variant.factory}") as engine:
-        bench = OfflineBench(engine, max_in_flight=config.max_waiting, repeats=1, seed=0, sampling=variant.sampling)
+        bench = OfflineBench(engine, max_in_flight=config.max_waiting, repeats=2, seed=0, sampling=variant.sampling)
+        churn = OfflineBench(engine, max_in_flight=CHURNING, repeats=2, seed=0, sampling=variant.sampling)
         bench.warm_up()
         figures = {str(size): bench.decode(size, input_len=128, output_len=128).step_ms for size in batch_sizes}
         figures["mixed"] = bench.mixed(*MIXED).output_tokens_per_s
+        figures["churn"] = churn.mixed(*CHURN).output_tokens_per_s
     return figures
 
 
@@ -179,7 +193,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     config = {
         "model": args.folder.name, "device": torch.cuda.get_device_name(), "widths": WIDTHS, "mixed": MIXED,
-        "prefill_tokens": PREFILL_TOKENS, "decode": "128 tokens in, 128 timed",
+        "churn": CHURN, "churning": CHURNING, "prefill_tokens": PREFILL_TOKENS, "decode": "128 tokens in, 128 timed",
     }  # fmt: skip
     record("ablation", config, figures, keep=args.keep)
 

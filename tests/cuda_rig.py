@@ -35,6 +35,7 @@ from worker.models.rope import Rope
 from worker.models.rope_tables import rope_tables
 from worker.pool_growth import PoolGrowth
 from worker.pool_port import PoolPort, TorchMover
+from worker.prefill_graphs import PrefillGraphs
 from worker.swap import HostSwap, SwapSpace
 from worker.torch_executor import TorchExecutor
 
@@ -132,6 +133,7 @@ def cuda_executor(
     grammars: MaskMaker | None = None,
     pool: KvPool | None = None,
     captures: Captures | None = None,
+    captured_widths: tuple[int, ...] = (),
 ) -> CudaExecutor:
     """`prefill` may put something around the executor's prefill chain. A `pool` with fewer cells than `num_cells`
     grows."""
@@ -139,11 +141,17 @@ def cuda_executor(
     info, config = model.info(num_cells, widths, max_prefill_tokens, **swaps), model.decoder.config
     pool = pool or model.pool(num_cells)
     decode = CudaDecode(config, model.decoder.weights, model.rotary, pool, widths, capture=captures or Captures())
-    chain = PrefillChain(config, model.decoder.weights, model.rotary, pool)
+    chain = prefill(PrefillChain(config, model.decoder.weights, model.rotary, pool))
     swap = swap_space(info, pool)
-    growth = PoolGrowth(pool, num_cells, lambda: rebind(pool, decode, swap))
+    captured = None
+    if captured_widths:
+        captured = PrefillGraphs(
+            chain, captured_widths, max_rows=widths[-1], shared_heads=config.num_heads // config.num_kv_heads,
+            pool=pool, capture=(lambda forward: forward) if INTERPRETED else None,
+        )  # fmt: skip
+    growth = PoolGrowth(pool, num_cells, lambda: rebind(pool, decode, swap, captured))
     port = pool_port(pool, CellLayout.of(info), growth)
-    return CudaExecutor(info, model.decoder, prefill(chain), decode, swap, growth, grammars, port)
+    return CudaExecutor(info, model.decoder, chain, decode, swap, growth, grammars, port, captured)
 
 
 def pool_port(pool: KvPool, layout: CellLayout, growth: PoolGrowth) -> PoolPort:
@@ -154,8 +162,10 @@ def pool_port(pool: KvPool, layout: CellLayout, growth: PoolGrowth) -> PoolPort:
     return PoolPort(CudaMover(pool), layout, growth.make_room)
 
 
-def rebind(pool: KvPool, decode: CudaDecode, swap: SwapSpace | None) -> None:
+def rebind(pool: KvPool, decode: CudaDecode, swap: SwapSpace | None, captured: PrefillGraphs | None) -> None:
     decode.rebind(pool)
+    if captured is not None:
+        captured.rebind()
     if not (swap is None or isinstance(swap, HostSwap)):
         from worker.cuda_swap import PinnedSwap
         from worker.kernels import CellCopier

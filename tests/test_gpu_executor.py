@@ -187,6 +187,41 @@ def test_forward_without_room_fails_what_it_held_and_nothing_else(model: Model, 
     assert rig.answer(requests) == expected
 
 
+class Lengths:
+    """A prefill chain that notes how many tokens each forward was called with."""
+
+    def __init__(self, chain: PrefillChain) -> None:
+        self._chain = chain
+        self.noted: list[int] = []
+
+    def hidden(self, tokens: torch.Tensor, plan: PrefillPlan, rows: torch.Tensor) -> torch.Tensor:
+        self.noted.append(len(tokens))
+        return self._chain.hidden(tokens, plan, rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_prefills_give_the_same_tokens(name: str) -> None:
+    """Steps of few tokens run at a captured width, wider ones eagerly; decodes ride in both."""
+    model = tiny_model(name)
+    requests = [request(prompt, NUM_TOKENS + index % 3) for index, prompt in enumerate(prompts(model))]
+    expected = Rig(torch_executor(model)).answer(requests)
+    chains: list[Lengths] = []
+
+    def noting(chain: PrefillChain) -> Lengths:
+        chains.append(Lengths(chain))
+        return chains[-1]
+
+    rig = Rig(cuda_executor(model, prefill=noting, captured_widths=(8, 32)), depth=2)
+    captures = list(chains[0].noted)
+    assert set(captures) == ({32, 8} if not INTERPRETED else set())
+    assert rig.answer(requests) == expected
+    forwards = [sum(c.length for c in step.chunks) for step in rig.steps if any(c.length > 1 for c in step.chunks)]
+    eager = [length for length in forwards if length > 32]
+    few = [8 if length <= 8 else 32 for length in forwards if length <= 32]
+    assert few
+    assert chains[0].noted[len(captures) :] == eager if not INTERPRETED else set(chains[0].noted) >= {*eager, *few}
+
+
 def test_slots_serve_many_sequences_after_one_another(model: Model) -> None:
     draw = random.Random(3)
     requests = [request(prompts(model, (draw.randint(1, 9),), seed)[0], draw.randint(1, 3)) for seed in range(12)]

@@ -1,8 +1,9 @@
 """Runs steps on a GPU without waiting for them: what is drawn stays on the device and feeds the next step.
 
-A step of nothing but lone decodes is one replay of a captured graph, however its slices are cut. Any other slice is an
-eager packed forward. Both draw into the decode state, and tokens are copied out behind the step. Rows that want more
-than the device draws by itself (penalties, bias, masks) are drawn from the same logits by `worker.sampler`.
+A step of nothing but lone decodes is one replay of a captured graph, however its slices are cut. Any other slice is a
+packed forward, captured for few tokens. Both draw into the decode state, and tokens are copied out behind the step.
+Rows that want more than the device draws by itself (penalties, bias, masks) are drawn from the same logits by
+`worker.sampler`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from worker.logprobs import token_logprobs
 from worker.masks import BitMask, MaskMaker, NoMasks, constrained_row
 from worker.models.decoder import Decoder
 from worker.pool_growth import PoolGrowth, required_cells
+from worker.prefill_graphs import PrefillGraphs
 from worker.prefill_plan import plan_prefill
 from worker.sampler import Draw as HostDraw
 from worker.sampler import sample
@@ -62,6 +64,7 @@ class CudaExecutor:
         growth: PoolGrowth | None = None,
         grammars: MaskMaker | None = None,
         port: CellPort | None = None,
+        captured: PrefillGraphs | None = None,
     ) -> None:
         """`swap` has as many blocks as `info` says; None for none. `growth` is of a pool that may not have
         all its cells yet; None where it has. `grammars` are the executor's own from here on; without
@@ -72,6 +75,7 @@ class CudaExecutor:
         self._growth = growth
         self._decoder = decoder
         self._prefill = prefill
+        self._captured = captured  # prefills of few tokens
         self._decode = decode
         self._device = decoder.device
         self._shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
@@ -188,7 +192,7 @@ class CudaExecutor:
         pending = state.fetch_tokens(len(slots))
         run.drawn.append(_drawn(range(len(slots)), chunks, pending, special, logits))
 
-    # One eager forward a slice.
+    # One packed forward a slice.
 
     def _launch_slice(self, piece_of: Slice, run: StepRun) -> None:
         batch = cut(run.chunks, piece_of, wanted=run.is_whole)
@@ -210,13 +214,18 @@ class CudaExecutor:
     def _forward(self, batch: Batch, rows: Sequence[int]) -> Tensor:
         """[K, E]: what the last layer gives in `rows`."""
         spans = [Span(p.row, p.start, p.length, p.chunk.cells[: p.start + p.length]) for p in batch.pieces]
-        plan = plan_prefill(spans, self._shared_heads, self._device)
-        tokens = self._upload(batch.tokens)
+        captured = self._captured
+        if captured is not None and not captured.takes(spans, len(rows)):
+            captured = None
+        tokens = self._upload(batch.tokens) if captured is None else captured.place(spans, batch.tokens, rows)
         fed = [piece for piece in batch.pieces if piece.chunk.tokens is None]
         if fed:
             slots = self._upload([self._slot_of(piece.chunk) for piece in fed])
             drawn = self._decode.state.last_token.index_select(0, slots)
             tokens.index_copy_(0, self._upload([piece.row for piece in fed]), drawn.long())
+        if captured is not None:
+            return captured.hidden()
+        plan = plan_prefill(spans, self._shared_heads, self._device)
         return self._prefill.hidden(tokens, plan, self._upload(rows))
 
     def _draw_rows(self, pieces: Sequence[Piece], hidden: Tensor, run: StepRun) -> None:

@@ -36,6 +36,7 @@ from worker.models.decoder import Decoder
 from worker.models.rope_tables import rope_tables
 from worker.pool_growth import PoolGrowth
 from worker.pool_port import PoolPort
+from worker.prefill_graphs import PREFILL_WIDTHS, PrefillGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -93,16 +94,28 @@ def make_cuda_executor(
     pool = KvPool(info.num_layers, num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths)
     prefill = PrefillChain(decoder.config, decoder.weights, rotary, pool)
+    captured = captured_prefills(info, decoder, prefill, pool)
     swap = _swap_space(info, pool)
 
     def moved() -> None:
         decode.rebind(pool)
+        if captured is not None:
+            captured.rebind()
         if swap is not None:
             swap.rebind(_copier(pool))
 
     growth = PoolGrowth(pool, info.num_cells, moved)
     port = PoolPort(CudaMover(pool), CellLayout.of(info), growth.make_room)
-    return CudaExecutor(info, decoder, prefill, decode, swap, growth, grammars, port)
+    return CudaExecutor(info, decoder, prefill, decode, swap, growth, grammars, port, captured)
+
+
+def captured_prefills(info: ProgramInfo, decoder: Decoder, prefill: PrefillChain, pool: KvPool) -> PrefillGraphs | None:
+    """Prefills of the usual widths, as far as a program has them."""
+    widths = [width for width in PREFILL_WIDTHS if width <= info.max_prefill_tokens]
+    if not widths:
+        return None
+    shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
+    return PrefillGraphs(prefill, widths, max_rows=info.widths[-1], shared_heads=shared_heads, pool=pool)
 
 
 def _copier(pool: KvPool) -> CellCopier:

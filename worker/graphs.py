@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 
 class Draw(Enum):
@@ -28,10 +31,10 @@ class DecodeGraphs:
         assert widths
         self._widths = tuple(sorted(widths))
         self._graphs: dict[tuple[int, Draw], torch.cuda.CUDAGraph] = {}
-        memory = torch.cuda.graph_pool_handle()
+        memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for width in reversed(self._widths):
             for draw in draws:
-                self._graphs[width, draw] = _capture(step, width, draw, memory)
+                self._graphs[width, draw], _ = captured(partial(step, width, draw), memory, stream)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -46,15 +49,16 @@ class DecodeGraphs:
         self._graphs[width, draw].replay()
 
 
-def _capture(step: Callable[[int, Draw], None], width: int, draw: Draw, memory: Any) -> torch.cuda.CUDAGraph:
+def captured(run: Callable[[], Result], memory: Any, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of what `run` launches on the current stream, captured on `stream` in the graphs' memory pool `memory`,
+    and what it returned: tensors that each replay writes again."""
     # The eager run compiles kernels and makes library handles, neither of which may happen inside a capture.
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step(width, draw)
+        run()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=memory, stream=stream):
-        step(width, draw)
-    return graph
+        result = run()
+    return graph, result

@@ -105,10 +105,13 @@ def _attend(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One of PARTS parts of a tile of rows, and one key/value head. Row r of a chunk is token r // SHARED, head
-    r % SHARED of the group."""
+    r % SHARED of the group. A tile of chunk -1 is none."""
     kv_head = tl.program_id(0)
     tile = tiles + 2 * (tl.program_id(1) // PARTS)
-    chunk, first_row = chunks + 4 * tl.load(tile), tl.load(tile + 1) + tl.program_id(1) % PARTS * BLOCK_ROWS
+    index, first_row = tl.load(tile), tl.load(tile + 1) + tl.program_id(1) % PARTS * BLOCK_ROWS
+    if index < 0:
+        return
+    chunk = chunks + 4 * index
     first_token, length, start, first_cell = (
         tl.load(chunk),
         tl.load(chunk + 1),

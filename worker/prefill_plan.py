@@ -58,13 +58,24 @@ def plan_prefill(spans: Sequence[Span], shared_heads: int, device: torch.device)
 
 def pack_prefill(spans: Sequence[Span], shared_heads: int, device: torch.device) -> PackedPlan:
     """The same plan as one table (int32, on `device`) and the number of entries of each of its tensors."""
+    parts = plan_parts(spans, shared_heads)
+    sizes = [part.size for part in parts]
+    room = _aligned(sizes)
+    flat = torch.zeros(sum(room), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for part, view in zip(parts, torch.split(flat, room), strict=True):
+        view.numpy()[: part.size] = part.ravel()
+    return PackedPlan(flat.to(device, non_blocking=True), torch.tensor(sizes))
+
+
+def plan_parts(spans: Sequence[Span], shared_heads: int) -> tuple[Int32Array, ...]:
+    """The plan's arrays in the order of `PrefillPlan`, on the host."""
     lengths = np.array([span.length for span in spans])
     starts = np.array([span.start for span in spans])
     offsets = np.concatenate(([0], np.cumsum(starts + lengths)[:-1]))
     chunks = np.stack(([span.row for span in spans], lengths, starts, offsets), axis=1).astype(np.int32)
     rows = lengths * shared_heads
     is_short, is_wide = rows <= SHORT_ROWS, rows >= 2 * WIDE_ROWS
-    parts = (
+    return (
         chunks,
         np.concatenate([span.cells for span in spans]).astype(np.int32),
         np.concatenate([np.arange(s.start, s.start + s.length) for s in spans]).astype(np.int32),
@@ -73,12 +84,6 @@ def pack_prefill(spans: Sequence[Span], shared_heads: int, device: torch.device)
         _tiles(chunks, ~(is_short | is_wide), shared_heads, LONG_ROWS),
         _tiles(chunks, is_short, shared_heads, SHORT_ROWS),
     )
-    sizes = [part.size for part in parts]
-    room = _aligned(sizes)
-    flat = torch.zeros(sum(room), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for part, view in zip(parts, torch.split(flat, room), strict=True):
-        view.numpy()[: part.size] = part.ravel()
-    return PackedPlan(flat.to(device, non_blocking=True), torch.tensor(sizes))
 
 
 def unpack_prefill(packed: PackedPlan, shared_heads: int) -> PrefillPlan:
