@@ -90,7 +90,8 @@ def test_more_tokens_rows_or_cells_than_there_is_room_for_are_not_taken() -> Non
 )
 @settings(deadline=None, max_examples=60)
 def test_there_is_room_for_the_tiles_of_any_chunks(shared_heads: int, lengths: list[int]) -> None:
-    width, kept = 512, []
+    width = 512
+    kept: list[int] = []
     for length in lengths:
         if sum(kept) + length <= width:
             kept.append(length)
