@@ -36,7 +36,7 @@ def test_answers_are_those_of_a_pool_that_is_large_from_the_start(depth: int) ->
     asked = requests(2 if INTERPRETED else 6)
     expected = Rig(torch_executor(model)).answer_alone(asked)
     captures = Captures()
-    executor = cuda_executor(model, num_cells=512, pool=model.pool(8), captures=captures)
+    executor = cuda_executor(model, num_cells=512, pool=model.pool(8), captures=captures, captured_widths=(8, 32))
     rig = Rig(executor, depth=depth, prefix_caching=False)
     first = rig.answer(asked)
     num_captures = captures.count
