@@ -6,7 +6,7 @@ MODEL ?= smollm2-135m
 PROMPT ?= What is the capital of France? Answer in one sentence.
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo serve test test-all lint types check protos clean
+.PHONY: help setup demo serve test test-all lint types check protos docs audit clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,10 @@ test-all: setup lint types  ## The same with the slow tests
 
 protos: setup  ## Regenerate the gRPC stubs
 	$(BIN)/python -m protos.generate
+
+docs: setup  ## Write the pages that come out of code, and build/docs, the documentation as a site
+	$(BIN)/python -m docs.site.write
+	$(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -77,5 +77,6 @@ def _argument(setting: FieldInfo) -> dict[str, Any]:
 
 
 def _help(name: str, setting: FieldInfo) -> str:
-    default = "derived" if setting.default is None else setting.default
+    default = setting.get_default(call_default_factory=True)
+    default = "derived" if default is None else "none" if default == {} else default
     return f"{HELP[name]} (default: {default})"

@@ -1,0 +1,69 @@
+"""The HTTP endpoints: what each takes and gives. A test compares the list with the application's routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from protos import openai, openai_answers, openai_sessions
+from protos.openai_answers import Answer
+from protos.openai_body import Body
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`bodies`: what it accepts, one of them. `answers`: what it gives, as a whole and as chunk of a stream."""
+
+    method: str
+    path: str
+    what: str
+    bodies: tuple[type[Body], ...] = ()
+    answers: tuple[type[Answer], ...] = ()
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer may come as Server-Sent Events."""
+        return any("stream" in body.model_fields for body in self.bodies)
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "POST", "/v1/completions", "goes on with a prompt", (openai.CompletionBody,), (openai_answers.Completion,)
+    ),
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        "answers a conversation",
+        (openai.ChatBody,),
+        (openai_answers.ChatCompletion, openai_answers.ChatChunk),
+    ),
+    Endpoint("GET", "/v1/models", "the models that are served", (), (openai_answers.ModelList,)),
+    Endpoint("GET", "/v1/models/{name}", "one of them", (), (openai_answers.ModelCard,)),
+    Endpoint(
+        "POST",
+        "/tokenize",
+        "token ids of a text or a conversation",
+        (openai.TokenizeTextBody, openai.TokenizeChatBody),
+        (openai_answers.Tokenized,),
+    ),
+    Endpoint("POST", "/detokenize", "the text of token ids", (openai.DetokenizeBody,), (openai_answers.Detokenized,)),
+    Endpoint("POST", "/v1/sessions", "opens a session", (openai_sessions.OpenBody,), (openai_answers.SessionCard,)),
+    Endpoint("GET", "/v1/sessions", "the key's open sessions", (), (openai_answers.SessionList,)),
+    Endpoint("GET", "/v1/sessions/{session_id}", "one session", (), (openai_answers.SessionCard,)),
+    Endpoint("DELETE", "/v1/sessions/{session_id}", "closes it", (), (openai_answers.SessionDeleted,)),
+    Endpoint(
+        "POST",
+        "/v1/sessions/{session_id}/fork",
+        "a session of its own with the first tokens of this one",
+        (openai_sessions.ForkBody,),
+        (openai_answers.SessionCard,),
+    ),
+    Endpoint("GET", "/health", "200 as long as the service lives and has served; 503 before"),
+    Endpoint("GET", "/ready", "200 while requests are taken; 503 while starting, draining or without a worker"),
+    Endpoint("GET", "/version", "the version"),
+    Endpoint("GET", "/metrics", "[metrics](metrics.md) in Prometheus' or OpenMetrics' format"),
+    Endpoint("GET", "/debug/fleet", "what this gateway knows ([looking inside](looking_inside.md))"),
+    Endpoint("GET", "/debug/kv", "cells and sequences of every worker"),
+    Endpoint("GET", "/debug/plan", "the last steps of every worker, explained"),
+    Endpoint("GET", "/", "the page"),
+)
