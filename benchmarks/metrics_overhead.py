@@ -27,6 +27,7 @@ from benchmarks.served import free_port, served
 from benchmarks.stepping_executor import STEP_S
 from cluster.gateway_meter import GatewayMeter
 from cluster.gateway_metrics import BETWEEN_TOKENS
+from cluster.headers import Terms
 from cluster.last_report import LastReport
 from cluster.metric import Sample
 from cluster.ray_metrics import PERIOD_S as RAY_PERIOD_S
@@ -53,7 +54,7 @@ def processor_s(work: Callable[[], None]) -> float:
 def gateway_s_per_token() -> dict[str, float]:
     """Counting a token of one of 256 choices; and telling Ray, once a period, of more tokens than it is told of."""
     meter = GatewayMeter()
-    requests = [meter.request(time.monotonic()) for _ in range(256)]
+    requests = [meter.request(Terms()) for _ in range(256)]
 
     def count() -> None:
         for number in range(NUM_CALLS):
@@ -75,7 +76,7 @@ def worker_s() -> dict[str, float]:
 
     def steps() -> None:
         for number in range(NUM_CALLS):
-            tally.admitted([], 0.0)
+            tally.moved([], 0.0)
             tally.step(StepKind.DECODE, 0.005)
             tally.due(number * 1e-9)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, Tracer
+
 from cluster.answer import Answer
 from cluster.api_settings import ApiSettings
 from cluster.beam import BeamAnswer
@@ -16,6 +18,7 @@ from cluster.headers import Terms, terms
 from cluster.key_ring import KeyRing, KeyUse
 from cluster.message_reader import NewReader
 from cluster.prompts import EncodedPrompt, PromptEncoder
+from cluster.request_span import RequestSpanMaker
 from cluster.requests import ChoicePlan, Extras, on_terms, plan_chat, plan_completion, served_name, text_rules
 from cluster.session_answer import SessionAnswer
 from cluster.sessions import Session, Sessions
@@ -30,7 +33,7 @@ from protos.openai import ChatBody, CompletionBody, DetokenizeBody, GenerationBo
 @dataclass(frozen=True, slots=True)
 class Service:
     """What the endpoints serve from. `inspect` asks the workers what they hold; `model_name` and `gateway_id` are
-    labels of the metrics. `num_gateways`: of the application, this one included."""
+    labels of the metrics. `num_gateways`: of the application, this one included. `tracer` makes the requests' spans."""
 
     fleet: Fleet
     text: TextModel
@@ -40,6 +43,7 @@ class Service:
     model_name: str = ""
     gateway_id: str = ""
     num_gateways: int = 1
+    tracer: Tracer = field(default_factory=NoOpTracer)
 
 
 class AnswerMaker:
@@ -52,6 +56,7 @@ class AnswerMaker:
             inline_size=settings.inline_size, num_threads=settings.text_threads, max_waiting=settings.max_long_texts
         )
         self.keys = KeyRing(settings)
+        self.spans = RequestSpanMaker(service.tracer, service.model_name)
         self._prompts = PromptEncoder(service.text, self.threads)
         self._forms = FormReader(self.threads)
         self._sessions = Sessions(
@@ -86,10 +91,12 @@ class AnswerMaker:
         """What clients may call the model."""
         return self.service.settings.served_model_names or (self.served().name,)
 
-    def terms(self, deadlines: Sequence[str], tenants: Sequence[str], key: KeyUse | None) -> Terms:
+    def terms(
+        self, deadlines: Sequence[str], tenants: Sequence[str], key: KeyUse | None, span: Span = INVALID_SPAN
+    ) -> Terms:
         """As `cluster.headers.terms`; whether a request may name its tenant is for the operator and its key to say."""
         may_name = self.service.settings.tenant_from_header and not (key is not None and key.is_fixed)
-        return terms(deadlines, tenants if may_name else (), "" if key is None else key.tenant)
+        return terms(deadlines, tenants if may_name else (), "" if key is None else key.tenant, span)
 
     async def completion(self, body: CompletionBody, terms: Terms) -> tuple[Answer, str]:
         """The answer to a text completion, and the name to answer with. Raises `RequestRefused`."""
@@ -100,7 +107,7 @@ class AnswerMaker:
         plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings, extras))
         if body.use_beam_search:
             (plan,) = plans
-            rules, meter = text_rules(body, None), self.service.meter.request(terms.arrived_at)
+            rules, meter = text_rules(body, None), self.service.meter.request(terms)
             return BeamAnswer(self.service.fleet, text, plan, rules, meter, body.length_penalty), name
         scored = body.logprobs is not None or body.num_made > body.n
         return self._answer(plans, text_rules(body, body.logprobs), terms, scored=scored), name
@@ -128,7 +135,7 @@ class AnswerMaker:
             prompt = EncodedPrompt([*session.tokens, *delta])
             plans = on_terms(terms, plan_completion(body, [prompt], model, text.eos_ids, self.service.settings, extras))
             rules = text_rules(body, body.logprobs)
-            meter, scored = self.service.meter.request(terms.arrived_at), body.logprobs is not None
+            meter, scored = self.service.meter.request(terms), body.logprobs is not None
             return SessionAnswer(self.service.fleet, text, plans, rules, meter, turn, scored=scored), name
         except BaseException:
             turn.end()
@@ -152,7 +159,7 @@ class AnswerMaker:
 
     def _answer(self, plans: Sequence[ChoicePlan], rules: TextRules, terms: Terms, *, scored: bool) -> Answer:
         service = self.service
-        return Answer(service.fleet, service.text, plans, rules, service.meter.request(terms.arrived_at), scored=scored)
+        return Answer(service.fleet, service.text, plans, rules, service.meter.request(terms), scored=scored)
 
     async def _extras(self, body: GenerationBody, form: Form | None) -> Extras:
         """Raises `InvalidRequest` where the form cannot be kept to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import ray
@@ -12,6 +13,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from cluster.config import ServiceConfig, decide_device, service_config
 from cluster.gateway import Gateway
 from cluster.membership_router import MembershipRouter
+from cluster.otlp_settings import with_otlp_of
 from cluster.scaling_policy import LoadPolicy
 from cluster.shared_secret import cluster_secret
 from cluster.worker import Worker
@@ -39,7 +41,7 @@ def build(args: dict[str, Any]) -> Application:
 
 def build_application(config: ServiceConfig) -> Application:
     """Bind both deployments. Decides the device where it was left open: CUDA if the cluster has a GPU."""
-    config = with_device_decided(config).with_secret(cluster_secret())
+    config = with_otlp_of(with_device_decided(config).with_secret(cluster_secret()), os.environ)
     num_gpus = 1 if config.engine.device == "cuda" else 0
     workers = serve.deployment(
         name="Worker",

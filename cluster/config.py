@@ -10,9 +10,9 @@ import importlib
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from cluster.api_settings import ApiSettings
 from cluster.scaling import ScalingSettings
@@ -20,6 +20,7 @@ from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
 from worker.executor import Executor
 from worker.programs.metadata import SUFFIX
+from worker.tracing import Protocol, check_endpoint
 from worker.vocabulary import VocabularySource
 
 BUILD_EXECUTOR = "worker.program:build_executor"
@@ -41,6 +42,7 @@ class ServiceConfig(BaseModel):
     * `worker_cpus`, `gateway_cpus` are what Ray reserves for one replica; a worker on CUDA also reserves one GPU.
     * `drain_timeout_s` is how long a worker or gateway that is to end waits for what runs on it.
     * `step_log` is a folder where each worker records its planner's steps, with the token ids of prompts.
+    * `otlp_endpoint`, `otlp_protocol`: where spans of requests go (`cluster.otlp_settings`); None: there are none.
     * `failover_timeout_s`, `max_failovers`, `stall_timeout_s`: see `cluster.failover.FailoverLimits`.
     """
 
@@ -61,6 +63,8 @@ class ServiceConfig(BaseModel):
     gateway_cpus: float = Field(default=0.25, gt=0)
     drain_timeout_s: float = Field(default=30.0, gt=0)
     step_log: str | None = None
+    otlp_endpoint: Annotated[str, AfterValidator(check_endpoint)] | None = None
+    otlp_protocol: Protocol = "grpc"
     failover_timeout_s: float = Field(default=60.0, gt=0)
     max_failovers: int = Field(default=3, ge=0)
     stall_timeout_s: float = Field(default=60.0, gt=0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from opentelemetry.trace import Tracer
+
 from cluster.config import BUILD_EXECUTOR, load_executor_factory
 from cluster.text import load_text
 from planner.limits import Limits
@@ -18,9 +20,10 @@ def make_engine(
     on_death: Callable[[BaseException], None],
     executor: str = BUILD_EXECUTOR,
     step_log: Path | None = None,
+    tracer: Tracer | None = None,
 ) -> Engine:
     """An engine that is not started yet. `settings.model` is a path; `executor` is the import path of what makes the
-    executor. Executor and limits are made on the engine's thread when it starts. `step_log`: see `Engine`."""
+    executor. Executor and limits are made on the engine's thread when it starts. `step_log`, `tracer`: see `Engine`."""
     factory = load_executor_factory(executor)
     made: list[Executor] = []
 
@@ -31,4 +34,4 @@ def make_engine(
     def limits(info: ProgramInfo) -> Limits:
         return limits_for(settings, info, made[0].max_steps_in_flight)
 
-    return Engine(make, limits, inbox_size=settings.max_waiting, on_death=on_death, step_log=step_log)
+    return Engine(make, limits, inbox_size=settings.max_waiting, on_death=on_death, step_log=step_log, tracer=tracer)

@@ -33,6 +33,7 @@ from cluster.streams import Streams
 from cluster.text import load_text
 from planner.errors import Unavailable
 from worker.tls import channel_credentials
+from worker.tracing import open_tracing
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -66,7 +67,10 @@ class Gateway(GrpcMethods):
         limits = FailoverLimits(config.failover_timeout_s, config.max_failovers, config.stall_timeout_s)
         meter = GatewayMeter()
         credentials = None if config.data_plane_tls is None else channel_credentials(Path(config.data_plane_tls))
-        self._streams = Streams(config.model_name, config.secret.get_secret_value(), router, limits, meter, credentials)
+        self._tracing = open_tracing(config.otlp_endpoint, config.otlp_protocol, "raycomb-gateway", replica_tag)
+        tracer = self._tracing.tracer
+        secret = config.secret.get_secret_value()
+        self._streams = Streams(config.model_name, secret, router, limits, meter, credentials, tracer)
         service = Service(
             self._streams,
             text,
@@ -76,6 +80,7 @@ class Gateway(GrpcMethods):
             model_name=config.model_name,
             gateway_id=replica_tag,
             num_gateways=config.num_gateways,
+            tracer=tracer,
         )
         self._maker = AnswerMaker(service)
         self._grpc = GrpcApi(self._maker)
@@ -163,3 +168,4 @@ class Gateway(GrpcMethods):
             self._unsubscribe()
             await self._streams.close()
             await self._ray_metrics.stop()
+            await asyncio.to_thread(self._tracing.close)

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self
 
+from opentelemetry.trace import INVALID_SPAN, Span, StatusCode
+
 from cluster.choice import Ending
 from cluster.events import Events
+from cluster.headers import Terms
 from planner.errors import DeadlineExceeded, RaycombError, RequestRefused
 from worker.distribution import Histogram
 
@@ -62,9 +65,9 @@ class GatewayMeter:
         self.num_workers_lost = 0
         self.events = Events()
 
-    def request(self, arrived_at: float) -> RequestMeter:
-        """For a request that came at `arrived_at`, on `time.monotonic`'s clock."""
-        return RequestMeter(self, arrived_at)
+    def request(self, terms: Terms) -> RequestMeter:
+        """For a request on these terms."""
+        return RequestMeter(self, terms.arrived_at, terms.span)
 
     @contextmanager
     def admission(self) -> Iterator[None]:
@@ -94,12 +97,17 @@ class RequestMeter:
     """One request. Owner: the task that serves it, which runs the answer inside its `with` block.
 
     Tokens count as they come, so that they agree with what a client is told in `usage`, also of an answer that breaks
-    off. Where several come at once, their time is shared evenly.
+    off. Where several come at once, their time is shared evenly. What is measured of the request as a whole goes to its
+    span, too.
     """
 
-    def __init__(self, meter: GatewayMeter, arrived_at: float) -> None:
+    def __init__(self, meter: GatewayMeter, arrived_at: float, span: Span = INVALID_SPAN) -> None:
         self._meter = meter
         self._arrived_at = arrived_at
+        self._span = span
+        self._num_prompt_tokens = 0
+        self._num_tokens = 0
+        self._reasons: list[str] = []
         self._last_at: dict[int, float] = {}  # by choice
 
     def __enter__(self) -> Self:
@@ -110,14 +118,18 @@ class RequestMeter:
         self, _kind: type[BaseException] | None, failure: BaseException | None, _traceback: TracebackType | None
     ) -> None:
         self._meter.num_open -= 1
+        whole_s = time.monotonic() - self._arrived_at
         if failure is None:
-            self._meter.whole.observe(time.monotonic() - self._arrived_at)
+            self._meter.whole.observe(whole_s)
         else:
             self._meter.note_failure(failure)
+        if self._span.is_recording():
+            self._tell_span(whole_s, failure)
 
     def prompt(self, num_tokens: int) -> None:
         """A prompt was computed; each counts once, whatever n is."""
         self._meter.num_prompt_tokens += num_tokens
+        self._num_prompt_tokens += num_tokens
 
     def tokens(self, choice: int, num_tokens: int) -> None:
         """A choice grew."""
@@ -129,9 +141,29 @@ class RequestMeter:
             meter.between_tokens.observe((now - last_at) / num_tokens, num_tokens)
         elif not self._last_at:
             meter.first_token.observe(now - self._arrived_at)
+            self._span.set_attribute("gen_ai.server.time_to_first_token", now - self._arrived_at)
         self._last_at[choice] = now
         meter.num_tokens += num_tokens
+        self._num_tokens += num_tokens
 
     def ended(self, ending: Ending) -> None:
         """A choice ended by itself."""
         self._meter.endings[ending] += 1
+        self._reasons.append(ending.value)
+
+    def _tell_span(self, whole_s: float, failure: BaseException | None) -> None:
+        span = self._span
+        span.set_attribute("gen_ai.server.request.duration", whole_s)
+        span.set_attribute("gen_ai.usage.input_tokens", self._num_prompt_tokens)
+        span.set_attribute("gen_ai.usage.output_tokens", self._num_tokens)
+        span.set_attribute("gen_ai.response.finish_reasons", tuple(self._reasons))
+        match failure:
+            case None:
+                return
+            case asyncio.CancelledError() | GeneratorExit():
+                span.add_event("client_left")
+            case TimeoutError():
+                span.set_attribute("error.type", DeadlineExceeded.code)
+            case RaycombError():
+                span.set_attribute("error.type", failure.code)
+                span.set_status(StatusCode.ERROR, failure.message)

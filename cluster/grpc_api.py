@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from google.protobuf.message import Message
+from opentelemetry.trace import INVALID_SPAN, Span
 
 from cluster.answer import Answer
 from cluster.answer_maker import AnswerMaker
@@ -28,6 +29,8 @@ from protos.openai import CompletionBody
 M = TypeVar("M", bound=Message)
 B = TypeVar("B")
 
+GENERATE: Final = "raycomb.v1.Inference/Generate"
+
 
 class GrpcApi:
     """One method an RPC. Owner: a gateway; lives on its event loop.
@@ -41,9 +44,15 @@ class GrpcApi:
 
     async def generate(self, request: pb.GenerateRequest, call: Call) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Ending the iteration, by `aclose` or by cancelling its task, ends what runs on the workers."""
+        metadata = list(call.invocation_metadata())
+
+        def sent(name: str) -> str:
+            return "".join(metadata_values(metadata, name)[:1])
+
         with CallStatus(call) as status, ExitStack() as held:
+            span = held.enter_context(self._maker.spans.request(GENERATE, status.request_id, sent))
             with self._maker.service.meter.admission():
-                agreed, key = self._admit(request, call)
+                agreed, key = self._admit(request, call, span)
                 if key is not None:
                     held.enter_context(key.admitted())
                 async with asyncio.timeout(agreed.left_s):
@@ -93,7 +102,7 @@ class GrpcApi:
                 return await work()
         return empty
 
-    def _admit(self, request: Message, call: Call) -> tuple[Terms, KeyUse | None]:
+    def _admit(self, request: Message, call: Call, span: Span = INVALID_SPAN) -> tuple[Terms, KeyUse | None]:
         """Whose call it is, when it must be over, and its key if there are any. Raises `RequestRefused`."""
         metadata = list(call.invocation_metadata())
         authorization = "".join(metadata_values(metadata, "authorization")[:1])
@@ -101,7 +110,8 @@ class GrpcApi:
         size = request.ByteSize()
         if size > self._settings.max_body_bytes:
             raise BodyTooLarge(f"the request has {size} bytes; at most {self._settings.max_body_bytes} are read")
-        return self._maker.terms(metadata_values(metadata, DEADLINE), metadata_values(metadata, TENANT), key), key
+        deadlines, tenants = metadata_values(metadata, DEADLINE), metadata_values(metadata, TENANT)
+        return self._maker.terms(deadlines, tenants, key, span), key
 
     async def _body(self, request: M, made: Callable[[M], B]) -> B:
         return await self._maker.threads.run(request.ByteSize() // 16, lambda: made(request))

@@ -46,8 +46,8 @@ class CallStatus:
     def __init__(self, call: Call) -> None:
         self.failed = False
         self._call = call
-        self._id = request_id("".join(metadata_values(call.invocation_metadata(), REQUEST_ID)[:1]))
-        call.set_trailing_metadata([(REQUEST_ID, self._id)])
+        self.request_id = request_id("".join(metadata_values(call.invocation_metadata(), REQUEST_ID)[:1]))
+        call.set_trailing_metadata([(REQUEST_ID, self.request_id)])
 
     def __enter__(self) -> Self:
         return self
@@ -61,13 +61,13 @@ class CallStatus:
             case TimeoutError():
                 self._fail(DeadlineExceeded("the request's deadline passed"))
             case Exception():
-                logger.error("request %s failed", self._id, exc_info=failure)
+                logger.error("request %s failed", self.request_id, exc_info=failure)
                 self._fail(RaycombError("the server failed"))
         return self.failed
 
     def _fail(self, error: RaycombError) -> None:
         self.failed = True
-        trailers = [(REQUEST_ID, self._id), ("error-code", error.code)]
+        trailers = [(REQUEST_ID, self.request_id), ("error-code", error.code)]
         if error.param is not None and error.param.isascii() and error.param.isprintable():
             trailers.append(("error-param", error.param[:100]))
         if (retry := retry_after_s(error)) is not None:

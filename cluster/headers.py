@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
 from planner.errors import InvalidRequest
 from planner.request import MAX_TENANT
 
@@ -39,11 +41,12 @@ def deadline_s(value: str | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On whose account a request runs, and until when. Times are on `time.monotonic`'s clock."""
+    """On whose account a request runs, and until when. Times are on `time.monotonic`'s clock. `span`: the request's."""
 
     tenant: str = ""
     deadline: float | None = None
     arrived_at: float = field(default_factory=time.monotonic, compare=False)
+    span: Span = field(default=INVALID_SPAN, compare=False, repr=False)
 
     @property
     def left_s(self) -> float | None:
@@ -57,7 +60,7 @@ class Terms:
         return None if left_s is None else left_s + BACKSTOP_S
 
 
-def terms(deadlines: Sequence[str], tenants: Sequence[str], account: str) -> Terms:
+def terms(deadlines: Sequence[str], tenants: Sequence[str], account: str, span: Span = INVALID_SPAN) -> Terms:
     """The terms of a request that came now, of what was sent under `DEADLINE` and `TENANT`; the nearest deadline holds.
 
     `account` is the tenant of a request that names none. Raises `InvalidRequest`.
@@ -68,4 +71,4 @@ def terms(deadlines: Sequence[str], tenants: Sequence[str], account: str) -> Ter
             f"{TENANT} must be one name of at most {MAX_TENANT} printable ASCII characters without spaces", param=TENANT
         )
     now = time.monotonic()
-    return Terms(tenants[0] if tenants else account, now + min(given) if given else None, now)
+    return Terms(tenants[0] if tenants else account, now + min(given) if given else None, now, span)

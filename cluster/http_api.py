@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
+from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -25,6 +26,7 @@ from cluster.http_guard import Guard
 from cluster.metrics_page import exposition
 from cluster.page_files import page_files
 from cluster.prompt_voice import PromptVoice
+from cluster.request_span import SPAN
 from cluster.service_metrics import METRICS, metric_sources
 from cluster.session_api import add_session_routes, named_session, refuse_session
 from cluster.voices import ChatVoice, CompletionVoice
@@ -63,6 +65,7 @@ def create_app(maker: AnswerMaker, *, tells_request_id: bool = True) -> FastAPI:
         open_paths=settings.open_paths | page.keys(),
         tells_id=tells_request_id,
         meter=maker.service.meter,
+        spans=maker.spans,
     )
     app.add_middleware(
         CORSMiddleware,
@@ -190,7 +193,8 @@ class _Endpoints:
     def _terms(self, request: Request) -> Terms:
         headers = request.headers
         key = self._maker.keys.find(headers.get("authorization", ""))
-        return self._maker.terms(headers.getlist(DEADLINE), headers.getlist(TENANT), key)
+        span: Span = request.scope.get(SPAN, INVALID_SPAN)
+        return self._maker.terms(headers.getlist(DEADLINE), headers.getlist(TENANT), key, span)
 
     def account(self, request: Request) -> str:
         """Whose request it is: its key's, where the service has keys."""

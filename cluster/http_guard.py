@@ -16,6 +16,7 @@ from cluster.answer_response import error_response
 from cluster.gateway_meter import GatewayMeter
 from cluster.headers import REQUEST_ID, request_id
 from cluster.key_ring import KeyRing
+from cluster.request_span import SPAN, RequestSpanMaker, note_status
 from planner.errors import RateLimited, RaycombError, Unauthenticated
 
 logger = logging.getLogger(__name__)
@@ -28,13 +29,21 @@ class Guard:
     """Outermost but for CORS. `tells_id`: whether answers get the request id from here."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: KeyRing, open_paths: frozenset[str], tells_id: bool, meter: GatewayMeter
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        open_paths: frozenset[str],
+        tells_id: bool,
+        meter: GatewayMeter,
+        spans: RequestSpanMaker,
     ) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
         self._tells_id = tells_id
         self._meter = meter
+        self._spans = spans
 
     def _admitted(self, scope: Scope, headers: Headers) -> AbstractContextManager[None]:
         """Raises `Unauthenticated`, and entering it `RateLimited`."""
@@ -49,6 +58,14 @@ class Guard:
             return
         headers = Headers(scope=scope)
         own_id = request_id(headers.get(REQUEST_ID, ""))
+        if not _asks_for_tokens(scope):
+            await self._serve(scope, receive, send, headers, own_id)
+            return
+        with self._spans.request(f"POST {_path(scope)}", own_id, lambda name: headers.get(name, "")) as span:
+            scope[SPAN] = span
+            await self._serve(scope, receive, send, headers, own_id)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: Headers, own_id: str) -> None:
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -57,6 +74,8 @@ class Guard:
                 started = True
                 if self._tells_id:
                     MutableHeaders(scope=message)[REQUEST_ID] = own_id
+                if SPAN in scope:
+                    note_status(scope[SPAN], message["status"])
             await send(message)
 
         try:

@@ -16,6 +16,7 @@ from cluster.prompts import EncodedPrompt
 from planner.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from planner.request import Request, SamplingParams
 from protos.openai import ChatBody, CompletionBody, GenerationBody
+from worker.tracing import traceparent
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +112,12 @@ def text_rules(body: GenerationBody, num_top: int | None, marks: frozenset[int] 
 
 
 def on_terms(terms: Terms, plans: Sequence[ChoicePlan]) -> list[ChoicePlan]:
-    """The same plans, their requests on the client's account and under its deadline."""
+    """The same plans, their requests on the client's account, under its deadline and in its trace."""
+    trace = traceparent(terms.span)
     return [
         plan
         if plan.request is None
-        else replace(plan, request=replace(plan.request, tenant=terms.tenant, deadline=terms.deadline))
+        else replace(plan, request=replace(plan.request, tenant=terms.tenant, deadline=terms.deadline, trace=trace))
         for plan in plans
     ]
 

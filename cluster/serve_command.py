@@ -6,7 +6,7 @@ import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, get_args
 
 import yaml
 
@@ -21,6 +21,9 @@ from planner.errors import InvalidConfiguration
 from worker.models.config import check_gguf_architecture, read_config
 from worker.programs.metadata import SUFFIX, read_metadata
 from worker.tls import channel_credentials, server_credentials
+from worker.tracing import Protocol
+
+OTLP: Final = ("otlp_endpoint", "otlp_protocol")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-log", metavar="FOLDER", help="each worker records its steps there, prompts' token ids included"
     )
+    parser.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="a collector for traces, as http://localhost:4317 (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)",
+    )
+    parser.add_argument("--otlp-protocol", choices=get_args(Protocol), help="what it speaks (default: grpc)")
     parser.add_argument("--executor", help=argparse.SUPPRESS)
     parser.add_argument("--ask", metavar="QUESTION", help="ask this once ready, print the answer, and shut down")
     add_engine_flags(parser)
@@ -126,7 +135,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         },
         "num_gateways": args.num_gateways,
     }
-    for name in ("num_workers", "min_workers", "max_workers", "data_plane_host", "drain_timeout_s", "executor"):
+    for name in ("num_workers", "min_workers", "max_workers", "data_plane_host", "drain_timeout_s", "executor", *OTLP):
         if (value := getattr(args, name)) is not None:
             settings[name] = value
     for name in ("step_log", "data_plane_tls"):

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import grpc
+from opentelemetry.trace import NoOpTracer, Tracer
 
 from cluster.failover import Failover, FailoverLimits
 from cluster.fleet import ServedModel, WorkerReport
@@ -41,6 +42,7 @@ class Streams:
         failover_limits: FailoverLimits | None = None,
         meter: GatewayMeter | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._model_name = model_name
         self._created = int(time.time())
@@ -49,6 +51,7 @@ class Streams:
         self._limits = failover_limits or FailoverLimits()
         self._meter = meter or GatewayMeter()
         self._credentials = credentials
+        self._tracer = tracer or NoOpTracer()
         self._failover = Failover(self._start, self._limits, self._expects_worker)
         self._next_request_id = 1
         self._last_model: ServedModel | None = None
@@ -101,6 +104,7 @@ class Streams:
                 self._failover,
                 self._limits.stall_timeout_s,
                 self._meter,
+                self._tracer,
                 self._credentials,
             )
             self._streams[worker_id] = stream

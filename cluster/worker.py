@@ -28,6 +28,7 @@ from planner.limits import Snapshot
 from worker.engine import EngineState
 from worker.serving import DataPlaneServer
 from worker.tls import server_credentials
+from worker.tracing import open_tracing
 
 logger = logging.getLogger("ray.serve")
 
@@ -50,7 +51,8 @@ class Worker:
         model = await asyncio.to_thread(resolve, config.engine.model, logger.info)
         settings = config.engine.model_copy(update={"model": str(model)})
         step_log = None if config.step_log is None else Path(config.step_log) / f"{self.worker_id}.jsonl"
-        self._engine = make_engine(settings, _end_process, config.executor, step_log)
+        self._tracing = open_tracing(config.otlp_endpoint, config.otlp_protocol, "raycomb-worker", self.worker_id)
+        self._engine = make_engine(settings, self._end_process, config.executor, step_log, self._tracing.tracer)
         info = await asyncio.to_thread(self._engine.start)
         host = config.data_plane_host or node_address()
         self._server = DataPlaneServer(
@@ -126,19 +128,20 @@ class Worker:
         await self._ray_metrics.stop()
         await asyncio.to_thread(self._engine.stop)
         await self._server.stop(STOP_GRACE_S)
+        await asyncio.to_thread(self._tracing.close)
+
+    def _end_process(self, error: BaseException) -> None:
+        """A dead engine ends its process, so that Serve replaces the worker at once and nobody waits for it.
+
+        Called on the engine thread after every request was told; the pause lets the data plane send that.
+        """
+        logger.error("the engine died, the worker's process ends", exc_info=error)
+        time.sleep(0.5)
+        self._tracing.flush()
+        os._exit(EXIT_CODE_OF_DEAD_ENGINE)
 
 
 def node_address() -> str:
     """The address of this node, as Ray knows it."""
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return address
-
-
-def _end_process(error: BaseException) -> None:
-    """A dead engine ends its process, so that Serve replaces the worker at once and nobody waits for it.
-
-    Called on the engine thread after every request was told; the pause lets the data plane send that.
-    """
-    logger.error("the engine died, the worker's process ends", exc_info=error)
-    time.sleep(0.5)
-    os._exit(EXIT_CODE_OF_DEAD_ENGINE)

@@ -11,8 +11,10 @@ import logging
 import random
 import weakref
 from collections.abc import Collection
+from dataclasses import replace
 
 import grpc
+from opentelemetry.trace import Tracer
 
 from cluster.cancel_watch import CancelWatch
 from cluster.fleet import WorkerReport
@@ -21,8 +23,9 @@ from cluster.last_report import LastReport
 from cluster.membership import Member
 from cluster.outbox import Outbox
 from cluster.run import Run
+from cluster.run_spans import CANCELLED, ENDED, RunEnd, RunSpans, lost, refused
 from cluster.stream_listeners import RunKeeper, StreamObserver
-from planner.errors import RequestRefused, Unavailable, WorkerLost
+from planner.errors import RaycombError, RequestRefused, Unavailable, WorkerLost
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc as pb_grpc
 from worker import tls
@@ -58,6 +61,7 @@ class WorkerStream:
         keeper: RunKeeper,
         stall_timeout_s: float,
         meter: GatewayMeter,
+        tracer: Tracer,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.member = member
@@ -66,6 +70,7 @@ class WorkerStream:
         self._keeper = keeper
         self._stall_timeout_s = stall_timeout_s
         self._meter = meter
+        self._spans = RunSpans(tracer, member.worker_id)
         self._credentials = credentials
         self._cancels = CancelWatch(meter.free)
         self._last_report = LastReport()
@@ -94,7 +99,13 @@ class WorkerStream:
         """Send a run. Raises `Unavailable`, `QueueFull` or `InvalidRequest`; nothing has then been sent."""
         if not self._open or self._retiring:
             raise Unavailable(f"worker {self.member.worker_id} takes no requests now")
-        self._outbox.submit(request_to_proto(request_id, run.request))
+        trace = self._spans.start(request_id, run)
+        request = replace(run.request, trace=trace) if trace else run.request
+        try:
+            self._outbox.submit(request_to_proto(request_id, request))
+        except RaycombError as why_not:
+            self._spans.end(request_id, refused(why_not))
+            raise
         self._cancels.sent(request_id, run.request.n)
         if not self._finalizers:
             self._heard_at = self._loop.time()  # it had nothing to say before
@@ -234,7 +245,7 @@ class WorkerStream:
         if message.HasField("blocks"):
             self._observer.learn(self.member.worker_id, blocks_from_proto(message.blocks))
         self._heard_at = self._loop.time()
-        lost: dict[int, tuple[Run, WorkerLost]] = {}
+        losses: dict[int, tuple[Run, WorkerLost]] = {}
         for entry in message.updates:
             num_cached = entry.num_cached_tokens if entry.tokens else None
             if entry.finish_reason:
@@ -246,15 +257,16 @@ class WorkerStream:
                 continue  # cancelled here; the worker's last words for it are on their way
             update = update_from_proto(entry)
             if isinstance(update, RequestRefused):
-                self._forget(entry.request_id)
+                self._forget(entry.request_id, refused(update))
                 self._keeper.refused(run, self.member.worker_id, update)
                 continue
             run.deliver(update)
             if run.loss is not None:
-                lost[entry.request_id] = run, run.loss
+                losses[entry.request_id] = run, run.loss
             elif run.over:
-                self._forget(entry.request_id)
-        for request_id, (run, loss) in lost.items():
+                self._forget(entry.request_id, ENDED)
+        for request_id, (run, loss) in losses.items():
+            self._spans.end(request_id, lost(loss))
             self._cancel(request_id, None)
             self._keeper.lost([run], loss)
 
@@ -264,9 +276,10 @@ class WorkerStream:
         self._outbox.cancel(request_id, indices)
         if indices is None:
             self._cancels.cancelled(request_id, self._loop.time())
-            self._forget(request_id)
+            self._forget(request_id, CANCELLED)
 
-    def _forget(self, request_id: int) -> None:
+    def _forget(self, request_id: int, end: RunEnd) -> None:
+        self._spans.end(request_id, end)
         self._observer.settle(self.member.worker_id, request_id)
         if (run := self._runs.pop(request_id, None)) is not None:
             run.stop()
@@ -282,7 +295,7 @@ class WorkerStream:
     def _end_all(self, error: WorkerLost) -> None:
         orphans = list(self._runs.values())
         for request_id in list(self._finalizers):
-            self._forget(request_id)
+            self._forget(request_id, lost(error))
         if orphans:
             self._keeper.lost(orphans, error)
 

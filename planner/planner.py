@@ -25,6 +25,7 @@ from planner.inspection import Inspection, inspect
 from planner.limits import Limits, Snapshot
 from planner.memory import Memory
 from planner.metrics import Metrics
+from planner.move import Move
 from planner.request import CellArray, FinishReason, Request, TokenArray, TokenLogprobs, Update
 from planner.schedule import Schedule
 from planner.sequence import Family, Sequence, accept
@@ -154,10 +155,10 @@ class Planner:
         self._in_flight.append(_Flight(step, tuple(draft.takes)))
         return step
 
-    def take_admitted(self) -> list[int]:
-        """Ids of the requests that got a seat for the first time since this was last asked."""
-        admitted, self._schedule.first_admitted = self._schedule.first_admitted, []
-        return admitted
+    def take_moves(self) -> list[Move]:
+        """Who got a seat or lost it since this was last asked, in order."""
+        moves, self._schedule.moves = self._schedule.moves, []
+        return moves
 
     def commit(self, step: Step, result: StepResult) -> list[Update]:
         """Apply the outcome of the oldest step in flight; at most one update a sequence.

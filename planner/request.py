@@ -92,7 +92,8 @@ class Request:
     `min_tokens` count what is still to come, and `sampling.seed` is that of the sequence.
 
     Within a priority, tenants share a worker by their weights. `deadline` is a time on `time.monotonic`'s clock of
-    the process that holds the request; the planner does not read it, since it has no clock.
+    the process that holds the request; the planner does not read it, since it has no clock. Nor does it read `trace`,
+    the W3C traceparent of the span that those of this request stand under; empty: it has none.
     """
 
     prompt: TokenArray
@@ -106,6 +107,7 @@ class Request:
     num_generated: int = 0
     tenant: str = ""
     deadline: float | None = None
+    trace: str = ""
 
     def __post_init__(self) -> None:
         if self.prompt.ndim != 1 or self.prompt.dtype.kind not in "iu":

@@ -6,6 +6,7 @@ from planner.draft import Draft
 from planner.limits import Limits
 from planner.memory import Memory
 from planner.metrics import Metrics
+from planner.move import Move, MoveKind
 from planner.request import Request
 from planner.rotation import Rotation
 from planner.sequence import Account, Sequence
@@ -22,7 +23,7 @@ class Schedule:
 
     def __init__(self, limits: Limits, memory: Memory, metrics: Metrics) -> None:
         self.waiting = WaitingQueue(limits.tenant_weights)
-        self.first_admitted: list[int] = []  # ids of requests, until they are taken
+        self.moves: list[Move] = []  # until they are taken
         self._limits = limits
         self._memory = memory
         self._metrics = metrics
@@ -131,8 +132,8 @@ class Schedule:
             self.waiting.admit(head)
             self._running[head] = None
             self._rotation.add(head)
-            if is_first:
-                self.first_admitted.append(head.family.request_id)
+            kind = MoveKind.ADMITTED if is_first else MoveKind.RESUMED
+            self.moves.append(Move(head.family.request_id, kind))
 
     def _draft_prefills(self, draft: Draft) -> None:
         """Turns of at most `prefill_chunk_tokens`, in passes over the rotation while the budget lasts."""
@@ -167,6 +168,7 @@ class Schedule:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._metrics.num_preemptions += 1
+        self.moves.append(Move(sequence.family.request_id, MoveKind.PREEMPTED))
         self._memory.preempt(sequence)
         self.remove(sequence)
         self.waiting.add(sequence)

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from opentelemetry.trace import Tracer
 
 from planner.errors import RequestRefused
 from planner.limits import Snapshot
@@ -42,16 +43,21 @@ async def serving(
     inbox_size: int = 1000,
     options: Sequence[tuple[str, int]] = SERVER_OPTIONS,
     credentials: grpc.ServerCredentials | None = None,
+    worker_id: str = "worker-1",
+    tracer: Tracer | None = None,
     **limits: Any,
 ) -> AsyncIterator[Worker]:
     executor = executor or FakeExecutor()
     engine = Engine(
-        executor, fake_limits(executor.info, **limits), inbox_size=inbox_size, on_death=_no_death, check_cells=True
+        executor,
+        fake_limits(executor.info, **limits),
+        inbox_size=inbox_size,
+        on_death=_no_death,
+        check_cells=True,
+        tracer=tracer,
     )
     info = engine.start()
-    server = DataPlaneServer(
-        engine, info, "worker-1", SECRET, 16, "127.0.0.1", options=options, credentials=credentials
-    )
+    server = DataPlaneServer(engine, info, worker_id, SECRET, 16, "127.0.0.1", options=options, credentials=credentials)
     try:
         yield Worker(engine, executor, server, await server.start())
     finally:

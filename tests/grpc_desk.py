@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2_grpc
+from opentelemetry.trace import NoOpTracer, Tracer
 
 from cluster.answer_maker import AnswerMaker, Service
 from cluster.api_settings import ApiSettings
@@ -129,10 +130,13 @@ class FrontServer:
 
 
 @asynccontextmanager
-async def grpc_desk(script: Any = None, *, fleet: Any = None, **settings: Any) -> AsyncIterator[GrpcDesk]:
+async def grpc_desk(
+    script: Any = None, *, fleet: Any = None, tracer: Tracer | None = None, **settings: Any
+) -> AsyncIterator[GrpcDesk]:
     fleet = fleet or FakeFleet(MODEL, script or says("hi there"))
     health = Health(fleet)
-    methods = Methods(AnswerMaker(Service(fleet, TEXT, ApiSettings(**settings))), health)
+    service = Service(fleet, TEXT, ApiSettings(**settings), model_name="tiny", tracer=tracer or NoOpTracer())
+    methods = Methods(AnswerMaker(service), health)
     front = FrontServer(methods)
     add_services(methods, front)
     server = front.server

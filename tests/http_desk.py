@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from opentelemetry.trace import NoOpTracer, Tracer
 
 from cluster.answer_maker import AnswerMaker, Service
 from cluster.api_settings import ApiSettings
@@ -75,10 +76,17 @@ def endings(events: list[Any]) -> dict[int, list[str]]:
 
 @asynccontextmanager
 async def desk(
-    script: Any = None, *, text: TextModel = TEXT, model: ServedModel | None = MODEL, fleet: Any = None, **settings: Any
+    script: Any = None,
+    *,
+    text: TextModel = TEXT,
+    model: ServedModel | None = MODEL,
+    fleet: Any = None,
+    tracer: Tracer | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Desk]:
     fleet = fleet or FakeFleet(model, script or says("hi there"))
-    app = create_app(AnswerMaker(Service(fleet, text, ApiSettings(**settings))))
+    service = Service(fleet, text, ApiSettings(**settings), model_name="tiny", tracer=tracer or NoOpTracer())
+    app = create_app(AnswerMaker(service))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         yield Desk(http, fleet, app)

@@ -33,6 +33,7 @@ ALLOWED_OTHERS = {
         "grpc",
         "google",
         "llguidance",
+        "opentelemetry",
     },
 }
 TORCH_FREE_WORKER = (
@@ -43,8 +44,10 @@ TORCH_FREE_WORKER = (
     "worker.models.config",
     "worker.outbox",
     "worker.queue_rate",
+    "worker.request_spans",
     "worker.serving",
     "worker.tls",
+    "worker.tracing",
     "worker.wire",
 )
 

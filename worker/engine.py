@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path
 
+from opentelemetry.trace import NoOpTracer, Tracer
+
 from planner.limits import Limits, Snapshot
 from planner.metrics import Metrics
 from worker.client import Client, Listener
@@ -50,17 +52,19 @@ class Engine:
         on_death: Callable[[BaseException], None],
         check_cells: bool = False,
         step_log: Path | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`executor` and `limits` may be given as what makes them: both are then made on the engine thread, so that
         device state binds there and limits can follow the program. `on_death` is called once, on the engine thread,
         with what planner or executor raised. `check_cells` has the planner verify its cells after each step. All that
-        the planner is asked goes to the file `step_log`.
+        the planner is asked goes to the file `step_log`. Requests that have a trace get spans of `tracer`.
         """
         self._make_executor = executor if callable(executor) else lambda: executor
         self._make_limits = limits if callable(limits) else lambda _: limits
         self._on_death = on_death
         self._check_cells = check_cells
         self._step_log = step_log
+        self._tracer = tracer or NoOpTracer()
         self._inbox: Inbox[Client] = Inbox(inbox_size)
         self._started: Future[Loop] = Future()
         self._phase = EngineState.STARTING
@@ -162,6 +166,7 @@ class Engine:
                 executor,
                 self._make_limits(executor.info),
                 self._inbox,
+                tracer=self._tracer,
                 check_cells=self._check_cells,
                 step_log=None if self._step_log is None else StepLog(self._step_log),
             )

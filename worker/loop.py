@@ -8,15 +8,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
+
+from opentelemetry.trace import Tracer
 
 from planner.blocks import BlockChanges
 from planner.errors import InvalidConfiguration, RequestRefused, Unavailable, WorkerLost
 from planner.journal import JournaledPlanner
 from planner.limits import Limits
 from planner.planner import Planner
-from planner.request import Request
+from planner.request import Request, Update
 from planner.step import Step
 from worker.client import Client, StepReport
 from worker.desk import Desk
@@ -25,6 +28,7 @@ from worker.inbox import Inbox, Mail
 from worker.inspection import NUM_STEPS_KEPT, EngineView, StepRecord
 from worker.patience import Patience
 from worker.pulse import Pulse
+from worker.request_spans import RequestSpans
 from worker.stats import EngineStats, kind_of, num_prefilled
 from worker.step_log import StepLog
 from worker.totals import Tally
@@ -53,6 +57,7 @@ class Loop:
         limits: Limits,
         inbox: Inbox[Client],
         *,
+        tracer: Tracer,
         check_cells: bool,
         step_log: StepLog | None = None,
     ) -> None:
@@ -73,6 +78,7 @@ class Loop:
         self._depth = limits.max_steps_in_flight
         self._inbox = inbox
         self._desk: Desk[Client] = Desk()
+        self._spans = RequestSpans(tracer)
         self._newcomers: set[Client] = set()
         self._patience = Patience(self._planner)
         self._in_flight: deque[_Launched] = deque()
@@ -111,6 +117,7 @@ class Loop:
         self._deliver()
 
     def close(self) -> None:
+        self._spans.close()
         self._executor.close()
         if self._step_log is not None:
             self._step_log.close()
@@ -128,10 +135,10 @@ class Loop:
         for (client, key), indices in mail.cancels.items():
             request_id = self._desk.request_id(client, key)
             if request_id is not None:
-                self._desk.note(self._planner.cancel(request_id, indices))
+                self._note(self._planner.cancel(request_id, indices))
         for client in mail.closes:
             for request_id in self._desk.request_ids(client):
-                self._desk.note(self._planner.cancel(request_id))
+                self._note(self._planner.cancel(request_id))
             self._desk.disconnect(client)
         for view in mail.looks:
             view.set_result(self._view())
@@ -146,8 +153,13 @@ class Loop:
             self._desk.refuse(client, key, refusal)
         else:
             self._tally.queued(request_id, now)
+            self._spans.queued(request_id, request)
             self._desk.accept(client, key, request_id, request.n)
             self._executor.prepare(request)
+
+    def _note(self, updates: Collection[Update]) -> None:
+        self._desk.note(updates)
+        self._spans.note(updates)
 
     def _view(self) -> EngineView:
         return EngineView(
@@ -156,7 +168,7 @@ class Loop:
 
     def _expire(self) -> None:
         if expired := self._patience.expire(time.monotonic()):
-            self._desk.note(expired)
+            self._note(expired)
             self._has_news = True
 
     def _launch(self) -> Step | None:
@@ -164,7 +176,9 @@ class Loop:
         step = self._planner.plan()
         if step is not None:
             now = time.monotonic()
-            self._tally.admitted(self._planner.take_admitted(), now)
+            if moves := self._planner.take_moves():
+                self._tally.moved(moves, now)
+                self._spans.moved(moves)
             left_some = self._planner.num_queued_tokens > 0
             num_dequeued = num_prefilled(step) + self.metrics.num_prefix_hits - num_hits if left_some else 0
             self._in_flight.append(_Launched(step, now, num_dequeued, left_some))
@@ -183,7 +197,7 @@ class Loop:
         self._patience.rate.note_step(num_dequeued, seconds, left_some=left_some)
         self._settled_at = now
         self._last_steps.append(StepRecord(step, seconds, self.snapshot))
-        self._desk.note(self._planner.commit(step, result))
+        self._note(self._planner.commit(step, result))
         if self._check_cells:
             self._planner.check()
         self._has_news = True
@@ -217,7 +231,7 @@ class Loop:
         self._newcomers.clear()
 
     def _wind_up(self) -> None:
-        self._desk.note(self._planner.cancel_all())
+        self._note(self._planner.cancel_all())
         while self._in_flight:
             self._settle()
         self._has_news = True

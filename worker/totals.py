@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from planner.metrics import Metrics
+from planner.move import Move, MoveKind
 from planner.request import FinishReason
 from planner.slices import Method
 from worker.distribution import Distribution, Histogram
@@ -71,9 +72,9 @@ class Tally:
         if len(self._queued_at) > 2 * len(self._live) + SLACK:  # of those that ended while they waited
             self._queued_at = {key: at for key, at in self._queued_at.items() if key in self._live}
 
-    def admitted(self, request_ids: Collection[int], now: float) -> None:
-        for request_id in request_ids:
-            if (queued_at := self._queued_at.pop(request_id, None)) is not None:
+    def moved(self, moves: Collection[Move], now: float) -> None:
+        for move in moves:
+            if move.kind is MoveKind.ADMITTED and (queued_at := self._queued_at.pop(move.request_id, None)) is not None:
                 self._queue_time.observe(now - queued_at)
 
     def step(self, kind: StepKind, duration_s: float) -> None:

@@ -64,6 +64,7 @@ def request_to_proto(request_id: int, request: Request) -> pb.Submit:
         num_generated=request.num_generated,
         tenant=request.tenant,
         timeout_ms=None if request.deadline is None else _milliseconds(request.deadline - time.monotonic()),
+        traceparent=request.trace,
     )
 
 
@@ -83,6 +84,7 @@ def request_from_proto(submit: pb.Submit) -> Request:
         num_generated=submit.num_generated,
         tenant=submit.tenant,
         deadline=time.monotonic() + submit.timeout_ms / 1000 if submit.HasField("timeout_ms") else None,
+        trace=submit.traceparent,
     )
 
 
