@@ -24,13 +24,16 @@ GONE_WITHIN_S = 90.0
 
 
 @contextmanager
-def configured_service(settings: Mapping[str, Any], front: Front = Front.AUTO) -> Iterator[ServiceProcess]:
-    """The service with these settings, ready; gone when the block ends. Its processes can be found and killed."""
+def configured_service(
+    settings: Mapping[str, Any], front: Front = Front.AUTO, environment: Mapping[str, str] | None = None
+) -> Iterator[ServiceProcess]:
+    """The service with these settings, ready; gone when the block ends. Its processes can be found and killed. They
+    have `environment` beside this process'."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "settings.json")
         file.write_text(json.dumps(settings))
         program = ("benchmarks.configured_service", str(file))
-        with running_service("--front", front, program=program) as service:
+        with running_service("--front", front, program=program, environment=environment) as service:
             service.wait_for_line("ready at", READY_WITHIN_S)
             yield service
             service.end(GONE_WITHIN_S)

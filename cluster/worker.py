@@ -67,7 +67,7 @@ class Worker:
         self.address = await self._server.start()
         self._ray_metrics = RayMetrics(
             worker_labels(config.model_name, self.worker_id),
-            lambda: worker_samples(self._engine.snapshot, self._engine.totals),
+            lambda: worker_samples(self._engine.snapshot, self._server.totals),
         )
         self._ray_metrics.start()
         logger.info(

@@ -29,6 +29,9 @@ DECODES: Final = counter(
 )
 PREFILLS: Final = counter("prefill_forwards_total", "Prefill forwards.")
 FINISHED: Final = counter("sequences_finished_total", "Sequences that ended here, by how.", "reason")
+STRANGERS: Final = counter(
+    "data_plane_refusals_total", "Streams of the data plane that were refused since they lacked its secret."
+)
 QUEUE_TIME: Final = histogram(
     "request_queue_time_seconds", "From a request's arrival at its worker until it was first scheduled."
 )
@@ -36,7 +39,7 @@ STEP_TIME: Final = histogram("step_time_seconds", "Duration of a step, by what i
 
 WORKER_METRICS: Final = (
     *(RUNNING, WAITING, QUEUED_TOKENS, USAGE, CELLS, QUERIES, HITS, PREEMPTIONS, SWAPPED, PREFILLED, SAMPLED),
-    *(FORWARD_TOKENS, PADDED_ROWS, DECODES, PREFILLS, FINISHED, QUEUE_TIME, STEP_TIME),
+    *(FORWARD_TOKENS, PADDED_ROWS, DECODES, PREFILLS, FINISHED, STRANGERS, QUEUE_TIME, STEP_TIME),
 )
 
 
@@ -62,6 +65,7 @@ def worker_samples(snapshot: Snapshot, totals: Totals) -> list[Sample]:
         *(Sample(DECODES, count, (str(width),)) for width, count in sorted(totals.decode_forwards.items())),
         Sample(PREFILLS, totals.prefill_forwards),
         *(Sample(FINISHED, count, (reason.value,)) for reason, count in totals.finished.items()),
+        Sample(STRANGERS, totals.streams_refused),
         Sample(QUEUE_TIME, totals.queue_time),
         *(Sample(STEP_TIME, distribution, (kind.value,)) for kind, distribution in totals.step_time.items()),
     ]

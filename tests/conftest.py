@@ -13,6 +13,7 @@ from hypothesis import settings
 from benchmarks.configured_service import configured_service
 from benchmarks.storm_service import StormedService, settings_of
 from cluster.checkpoints import resolve
+from tests.otlp_collector import Collector, grpc_collector
 from tests.service_process import ServiceProcess, running_service, tiny_checkpoint
 from tests.service_state import ServiceState, state_of
 
@@ -57,8 +58,18 @@ def smollm2_state(smollm2_service: ServiceProcess) -> Iterator[ServiceState]:
 
 
 @pytest.fixture(scope="session")
-def stormed_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StormedService]:
-    """One service for all tests of a run that kill what they like of it. Every test leaves it whole and idle."""
+def storm_collector() -> Iterator[Collector]:
+    """Where `stormed_service` sends its spans."""
+    with grpc_collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def stormed_service(tmp_path_factory: pytest.TempPathFactory, storm_collector: Collector) -> Iterator[StormedService]:
+    """One service for all tests of a run that kill what they like of it. Every test leaves it whole and idle. What
+    clients sample is traced."""
     model, secret = str(tiny_checkpoint(tmp_path_factory.mktemp("stormed"))), "a secret of these tests"
-    with configured_service(settings_of(model, secret, executor="tests.served_fake:make_executor")) as process:
+    settings = settings_of(model, secret, executor="tests.served_fake:make_executor", otlp_endpoint=storm_collector.url)
+    sampling = {"OTEL_TRACES_SAMPLER": "parentbased_always_off", "OTEL_BSP_SCHEDULE_DELAY": "200"}
+    with configured_service(settings, environment=sampling) as process:
         yield StormedService(process, model, secret)

@@ -23,6 +23,7 @@ class ToldSpan:
 
     service: str
     instance: str
+    pid: int
     name: str
     trace_id: str
     span_id: str
@@ -129,6 +130,7 @@ def _told(resource: dict[str, Any], span: Any) -> ToldSpan:
     return ToldSpan(
         service=resource["service.name"],
         instance=resource["service.instance.id"],
+        pid=resource["process.pid"],
         name=span.name,
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,18 +40,29 @@ class ServiceProcess:
     All processes that it starts carry a mark in their environment.
     """
 
-    def __init__(self, *arguments: str, program: Sequence[str] = ("cluster.cli", "serve")) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        program: Sequence[str] = ("cluster.cli", "serve"),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self.port, self.grpc_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYCOMB_"))}
+        others = ("RAY_", "RAYCOMB_", "OTEL_")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         self._ray_folder = tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True)
-        environment |= {MARK: self.mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        environment["RAY_TMPDIR"] = self._ray_folder.name  # no other cluster of this machine finds ours by default
+        ours = {MARK: self.mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        ours["RAY_TMPDIR"] = self._ray_folder.name  # no other cluster of this machine finds ours by default
         command = [sys.executable, "-m", *program, *arguments, "--port", str(self.port)]
         command += ["--grpc-port", str(self.grpc_port)]
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=ROOT,
+            env=inherited | ours | dict(environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.output: list[str] = []
@@ -118,8 +129,12 @@ class ServiceProcess:
 
 
 @contextmanager
-def running_service(*arguments: str, program: Sequence[str] = ("cluster.cli", "serve")) -> Iterator[ServiceProcess]:
-    service = ServiceProcess(*arguments, program=program)
+def running_service(
+    *arguments: str,
+    program: Sequence[str] = ("cluster.cli", "serve"),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[ServiceProcess]:
+    service = ServiceProcess(*arguments, program=program, environment=environment)
     try:
         yield service
     finally:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import grpc
+import pytest
+
 from cluster.gateway_meter import GatewayMeter
+from cluster.membership import Member
+from cluster.router import Router
+from cluster.streams import Streams
 from planner.errors import NeverFits
 from planner.request import FinishReason
 from protos import worker_pb2 as pb
+from tests.data_plane import SECRET, attached, serving
 from tests.scripted_worker import ScriptedWorker, fleet_of, request, tokens, until
 
 SNAPSHOT = pb.Snapshot(capacity=1000, free_cells=900, owned_cells=100, num_running=2, step=1)
@@ -77,3 +84,21 @@ async def test_sequences_that_go_on_elsewhere_are_counted() -> None:
         await second.heard()
         await second.heard()
         assert (meter.num_failovers, meter.num_workers_lost) == (2, 1)
+
+
+async def test_streams_of_strangers_are_refused_and_counted_though_nothing_runs() -> None:
+    async with serving() as worker:
+        streams = Streams("tiny", SECRET, Router(max_waiting=16))
+        try:
+            streams.set_members({"worker-1": Member("worker-1", worker.address)})
+            await until(lambda: bool(streams.reports))
+            for number, secret in enumerate((None, "", "wrong", SECRET[:-1], SECRET + "x"), start=1):
+                async with attached(worker.address, secret) as stranger:
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await stranger.read()
+                    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                await until(lambda number=number: streams.reports[0].totals.streams_refused == number)  # type: ignore[misc]
+            assert worker.server.totals.streams_refused == 5
+            assert len(streams.reports) == 1, "those that know it stay"
+        finally:
+            await streams.close()

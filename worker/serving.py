@@ -10,6 +10,7 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -24,6 +25,7 @@ from worker.engine import Engine, EngineState
 from worker.executor import ProgramInfo
 from worker.outbox import Outbox
 from worker.pulse import LOOK_S, PulseWatch
+from worker.totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,11 @@ class DataPlaneServer:
         """For how long the engine has had something to do and not got on, not even within its step, in seconds."""
         return self._watch.quiet_s
 
+    @property
+    def totals(self) -> Totals:
+        """What the engine has counted, and what was counted here."""
+        return self._attachments.totals(self._engine.totals)
+
     async def start(self) -> str:
         """Listen; return the bound "host:port". Raises `RuntimeError` when the port is taken."""
         server = grpc.aio.server(options=self._options)
@@ -121,12 +128,13 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
         self._engine = engine
         self._info = info
         self._secret = secret.encode()
+        self._num_refused = 0
         self._outboxes: set[Outbox] = set()
         self._sent = asyncio.Event()
 
     async def Attach(self, commands: AsyncIterator[pb.Command], context: Context) -> None:  # noqa: N802 - gRPC's name
         if not self._knows_secret(context):
-            logger.warning("refused a stream from %s: it lacks the secret", context.peer())
+            self._note_stranger(context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{wire.SECRET_METADATA} is missing or wrong")
         outbox = Outbox()
         try:
@@ -143,6 +151,10 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
             client.close()
             self._outboxes.discard(outbox)
             self._sent.set()
+
+    def totals(self, engine: Totals) -> Totals:
+        """The engine's, and what was counted here."""
+        return replace(engine, streams_refused=self._num_refused)
 
     async def wait_idle(self) -> None:
         """Until no stream has an open request or anything unsent."""
@@ -184,9 +196,22 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
 
         def listen(report: StepReport) -> None:
             draining = self._engine.state is not EngineState.RUNNING
-            loop.call_soon_threadsafe(lambda: outbox.add(report, draining=draining))
+            loop.call_soon_threadsafe(lambda: self._add(report, outbox, draining=draining))
 
         return listen
+
+    def _add(self, report: StepReport, outbox: Outbox, *, draining: bool) -> None:
+        totals = None if report.totals is None else self.totals(report.totals)
+        outbox.add(replace(report, totals=totals) if self._num_refused else report, draining=draining)
+
+    def _note_stranger(self, peer: str) -> None:
+        """Count a stream without the secret, and let all gateways know, though there may be no step to tell it with."""
+        self._num_refused += 1
+        logger.warning("refused a stream from %s: it lacks the secret", peer)
+        draining = self._engine.state is not EngineState.RUNNING
+        report = StepReport((), self._engine.snapshot, totals=self._engine.totals)
+        for outbox in self._outboxes:
+            self._add(report, outbox, draining=draining)
 
     def _knows_secret(self, context: Context) -> bool:
         given = dict(context.invocation_metadata() or ()).get(wire.SECRET_METADATA, "")

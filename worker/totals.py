@@ -34,6 +34,7 @@ class Totals:
     * `prefix_queries`: prompt tokens that were looked up; `prefix_hits`: those of them that were resident.
     * `cells_swapped_out`, `cells_swapped_in`: cells copied to host memory for a preempted sequence, and back.
     * `finished`: sequences, by how they ended.
+    * `streams_refused`: streams of the data plane that were opened without its secret.
     * `queue_time`: of each request, from its arrival at the engine until it was first scheduled.
     * `step_time`: of each step, by what it ran.
     """
@@ -50,6 +51,7 @@ class Totals:
     preemptions: int = 0
     cells_swapped_out: int = 0
     cells_swapped_in: int = 0
+    streams_refused: int = 0
     finished: Mapping[FinishReason, int] = field(default_factory=dict)
     queue_time: Distribution = NO_QUEUE
     step_time: Mapping[StepKind, Distribution] = field(default_factory=dict)

@@ -59,7 +59,7 @@ def open_tracing(endpoint: str | None, protocol: Protocol, service: str, instanc
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     name = os.environ.get("OTEL_SERVICE_NAME") or service
-    resource = Resource.create({"service.name": name, "service.instance.id": instance})
+    resource = Resource.create({"service.name": name, "service.instance.id": instance, "process.pid": os.getpid()})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint, protocol)))
 
