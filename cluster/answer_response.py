@@ -21,7 +21,7 @@ from cluster.choice import Piece
 from cluster.errors import envelope, outcome, retry_after_s
 from cluster.headers import Terms
 from cluster.voices import Voice
-from planner.errors import DeadlineExceeded, RaycombError
+from planner.errors import BodyTooSlow, DeadlineExceeded, RaycombError
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ def error_response(error: RaycombError) -> Response:
     headers = {} if retry is None else {"retry-after": str(retry)}
     if outcome(error).status == 401:
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, BodyTooSlow):
+        headers["connection"] = "close"  # or the rest of the body would hold it
     return json_response(json.dumps(envelope(error), ensure_ascii=False).encode(), outcome(error).status, headers)
 
 

@@ -30,6 +30,7 @@ class ApiSettings(BaseModel):
     * `open_paths`: answered without a key.
     * `tenant_from_header`: whether a client may name its tenant; else its key does. Who may can claim several shares,
       so say no unless those that send the header are trusted, or a proxy in front sets it.
+    * `body_timeout_s`: so long a client may take to send its body.
     * `default_max_tokens`: of a text completion that does not say; a chat gets what is left of the context.
     * `max_choices`: n of one prompt. `max_sequences`: choices of all prompts of one request together.
     * `inline_size`: longer texts and 16 times larger bodies are read by a thread, at most `text_threads` at once
@@ -47,6 +48,7 @@ class ApiSettings(BaseModel):
     version: str = "0.1.0"
     tenant_from_header: bool = True
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
+    body_timeout_s: float = Field(default=60.0, gt=0)
     default_max_tokens: int = Field(default=16, ge=1)
     max_choices: int = Field(default=128, ge=1)
     max_sequences: int = Field(default=1024, ge=1)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect, Request
 
-from planner.errors import BodyTooLarge, InvalidRequest
+from planner.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 from protos.openai_body import RefusedField
 
 B = TypeVar("B", bound=BaseModel)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """All bytes of the body. Raises `BodyTooLarge` as soon as they are known to be over `max_bytes`."""
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """All bytes of the body. Raises `BodyTooLarge` as soon as they are known to be over `max_bytes`, and `BodyTooSlow`
+    where they are not there after `timeout_s` seconds."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:
         raise BodyTooLarge(f"the body has {length} bytes; at most {max_bytes} are read")
     received = bytearray()
     try:
-        async for piece in request.stream():
-            received += piece
-            if len(received) > max_bytes:
-                raise BodyTooLarge(f"the body has more than the {max_bytes} bytes that are read")
+        async with asyncio.timeout(timeout_s):
+            async for piece in request.stream():
+                received += piece
+                if len(received) > max_bytes:
+                    raise BodyTooLarge(f"the body has more than the {max_bytes} bytes that are read")
+    except TimeoutError as error:
+        raise BodyTooSlow(f"{len(received)} bytes of the body came within {timeout_s:g} s, and not all") from error
     except ClientDisconnect as error:
         raise InvalidRequest("the body broke off") from error
     return bytes(received)

@@ -34,6 +34,7 @@ OUTCOMES: Final[dict[type[RaycombError], Outcome]] = {
     errors.RequestRefused: Outcome(400, _INVALID, "FAILED_PRECONDITION"),
     errors.InvalidRequest: Outcome(400, _INVALID, "INVALID_ARGUMENT"),
     errors.BodyTooLarge: Outcome(413, _INVALID, "INVALID_ARGUMENT"),
+    errors.BodyTooSlow: Outcome(408, "timeout_error", "DEADLINE_EXCEEDED"),
     errors.UnknownModel: Outcome(404, _INVALID, "NOT_FOUND"),
     errors.UnknownSession: Outcome(404, _INVALID, "NOT_FOUND"),
     errors.SessionBusy: Outcome(409, _INVALID, "FAILED_PRECONDITION"),

@@ -1,12 +1,13 @@
 """What Serve's front runs around each of our RPCs, in its proxy or, behind HAProxy, in the gateway's own process.
 
 Serve registers services through functions that it finds by their path (`grpc_options.grpc_servicer_functions`) and
-puts handlers of its own in the place of theirs. `add_services` wraps those handlers, to three ends:
+puts handlers of its own in the place of theirs. `add_services` wraps those handlers, to four ends:
 
 * A cancelled call is heard. Serve's proxy misses a cancel that lands while it sends: the handler is suspended at its
   `yield` then, and nothing tells it. Here it runs in a task of its own, which ends with the call.
 * The client's deadline goes along as metadata; without that its value would not reach the gateway.
 * The empty message that carries a failure's status through Serve is dropped.
+* What is no message is refused as the client's fault (`cluster.grpc_reading`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final, Protocol
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
+from cluster.grpc_reading import PatientServer, ServerOfMethods, Unreadable, refuse
 from cluster.headers import DEADLINE
 from protos import inference_pb2_grpc
 
@@ -31,7 +33,7 @@ Handler = Callable[[Any, Any], Any]
 HandlerFactory = Callable[..., Handler]
 
 
-class ServeServer(Protocol):
+class ServeServer(ServerOfMethods, Protocol):
     """What is used of Serve's gRPC server."""
 
     service_handler_factory: HandlerFactory
@@ -47,8 +49,9 @@ def add_services(servicer: Any, server: ServeServer) -> None:
 
     server.service_handler_factory = wrapping
     try:
-        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        patient = PatientServer(server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, patient)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, patient)
     finally:
         server.service_handler_factory = plain
 
@@ -116,6 +119,9 @@ class RecordedCall:
 
 def _unary(handler: Handler) -> Handler:
     async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        if isinstance(request, Unreadable):
+            refuse(request, context)
+            return b""
         call = RecordedCall(context)
         response: bytes = await handler(request, call)
         call.pass_on(context)
@@ -126,6 +132,9 @@ def _unary(handler: Handler) -> Handler:
 
 def _stream(handler: Handler) -> Handler:
     async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+        if isinstance(request, Unreadable):
+            refuse(request, context)
+            return
         call = RecordedCall(context)
         messages: asyncio.Queue[bytes | None] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_UNSENT)

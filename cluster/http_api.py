@@ -178,7 +178,7 @@ class _Endpoints:
         return json_response(json.dumps({"status": word}).encode())
 
     async def _body(self, request: Request, validated: Callable[[dict[str, Any]], B]) -> B:
-        data = await read_body(request, self._settings.max_body_bytes)
+        data = await read_body(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
         return await self._maker.threads.run(len(data) // 16, lambda: validated(parse_object(data)))
 
     def _cards(self) -> list[wire.ModelCard]:

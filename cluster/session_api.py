@@ -78,7 +78,8 @@ class _Endpoints:
         return json_response(gone.model_dump_json().encode())
 
     async def _object(self, request: Request) -> dict[str, object]:
-        data = await read_body(request, self._maker.service.settings.max_body_bytes)
+        settings = self._maker.service.settings
+        data = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
         return parse_object(data) if data.strip() else {}
 
     def _card(self, session: Session) -> Response:

@@ -54,6 +54,12 @@ class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
 
 
+class BodyTooSlow(InvalidRequest):
+    """The request's body did not come in the time that there is for it."""
+
+    code = "body_too_slow"
+
+
 class InvalidCellImage(InvalidRequest):
     """Cells from another worker do not fit this one's pool: another layout, or other numbers of cells or bytes."""
 

@@ -207,3 +207,19 @@ async def test_a_failed_sequence_among_others_fails_the_call() -> None:
         error = await failure(client, n=2)
         assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "it broke")
         assert fleet.num_running == 0
+
+
+async def test_bytes_that_are_no_message_are_the_clients_fault() -> None:
+    async with grpc_desk() as client:
+        generate = client.channel.unary_stream("/raycomb.v1.Inference/Generate", None, None)
+        tokenize = client.channel.unary_unary("/raycomb.v1.Inference/Tokenize", None, None)
+        for broken in (b"\x12\x05he", b"\xff\xff\xff", b"\x01", b"hello"):
+            with pytest.raises(grpc.aio.AioRpcError) as streamed:
+                _ = [message async for message in generate(broken)]
+            with pytest.raises(grpc.aio.AioRpcError) as asked:
+                await tokenize(broken)
+            for error in (streamed.value, asked.value):
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert trailer(error, "error-code") == "invalid_request"
+                assert f"({len(broken)} bytes)" in (error.details() or "")
+        assert text_of(await client.generate()) == "hi there"

@@ -23,6 +23,7 @@ from tests.http_desk import (
     refusal,
     says,
 )
+from tests.listening import listening
 from tests.tiny_text import tiny_text
 
 
@@ -62,6 +63,24 @@ async def test_a_body_over_the_limit_is_413_also_when_its_length_is_not_told() -
         told = await d.http.post("/v1/completions", content=b" " * 1001)
         untold = await d.http.post("/v1/completions", content=pieces())
     assert refusal(told, 413)["code"] == refusal(untold, 413)["code"] == "body_too_large"
+
+
+async def test_a_body_that_takes_too_long_is_408_and_the_end_of_its_connection() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.01)
+
+    async with desk(body_timeout_s=0.1) as d, listening(d.app) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rstrip("/").rpartition(":")[2]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: service\r\ncontent-length: 9\r\n\r\n{")
+        answer = (await asyncio.wait_for(reader.read(), 5)).decode()  # to the end of the connection
+        writer.close()
+        assert answer.startswith("HTTP/1.1 408")
+        assert '"code": "body_too_slow"' in answer
+        assert "1 bytes of the body came within 0.1 s" in answer
+        session = await d.http.post("/v1/sessions", content=pieces())
+        assert refusal(session, 408)["code"] == "body_too_slow"
 
 
 async def test_a_key_opens_everything_but_the_probes() -> None:
