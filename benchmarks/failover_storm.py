@@ -57,6 +57,7 @@ class Storm:
     num_freezes: int
     outage_s: float
     seed: int
+    num_workers: int = NUM_WORKERS
 
     def crowd(self, heard: Callable[[int], None] = lambda _: None) -> Crowd:
         return Crowd(self.service.url, f"127.0.0.1:{self.service.grpc_port}", MODEL_NAME, heard)
@@ -65,8 +66,9 @@ class Storm:
 @asynccontextmanager
 async def storm_on(service: ServiceProcess, secret: str, **fields: Any) -> AsyncIterator[Storm]:
     async with watched(lambda: service.processes(WORKER), secret) as watch:
-        await watch.wait_for(NUM_WORKERS, PATIENCE_S)
-        yield Storm(service=service, watch=watch, secret=secret, **fields)
+        storm = Storm(service=service, watch=watch, secret=secret, **fields)
+        await watch.wait_for(storm.num_workers, PATIENCE_S)
+        yield storm
 
 
 async def kill_workers(storm: Storm, num_events: int) -> tuple[list[Answer], dict[str, Any]]:
@@ -146,9 +148,9 @@ async def cut_links(storm: Storm, num_events: int) -> tuple[list[Answer], dict[s
     """A gateway in this process reaches the workers over relays, of which all but one are cut at random tokens; each is
     mended when nothing runs on its worker any more, but not before `outage_s`."""
     chance = random.Random(storm.seed)
-    moments = sorted(chance.randint(num_events // 8, num_events // 2) for _ in range(NUM_WORKERS - 1))
+    moments = sorted(chance.randint(num_events // 8, num_events // 2) for _ in range(storm.num_workers - 1))
     async with AsyncExitStack() as stack:
-        workers = storm.watch.alive[:NUM_WORKERS]
+        workers = storm.watch.alive[: storm.num_workers]
         relays = {w.worker_id: await stack.enter_async_context(relay_to(w.address)) for w in workers}
         addresses = {worker_id: relay.address for worker_id, relay in relays.items()}
         url = await stack.enter_async_context(bare_gateway(storm.model, MODEL_NAME, storm.secret, addresses))
@@ -212,7 +214,7 @@ async def disturbed(storm: Storm, disturbance: Disturbance) -> dict[str, Any]:
         (mine, theirs) for mine, theirs in zip(answers, right, strict=True) if not (may_fail and mine.error is not None)
     ]
     differing = [found for mine, theirs in judged if (found := mine.differences(theirs))]
-    await storm.watch.wait_for(NUM_WORKERS, PATIENCE_S)
+    await storm.watch.wait_for(storm.num_workers, PATIENCE_S)
     await storm.watch.wait_until_idle(PATIENCE_S)
     return figures | {
         "answers": len(answers),

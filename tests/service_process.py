@@ -52,7 +52,8 @@ class ServiceProcess:
         others = ("RAY_", "RAYCOMB_", "OTEL_")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         self._ray_folder = tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True)
-        ours = {MARK: self.mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        paths = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
+        ours = {MARK: self.mark, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
         ours["RAY_TMPDIR"] = self._ray_folder.name  # no other cluster of this machine finds ours by default
         command = [sys.executable, "-m", *program, *arguments, "--port", str(self.port)]
         command += ["--grpc-port", str(self.grpc_port)]

@@ -45,6 +45,11 @@ class PoolPort:
     def layout(self) -> CellLayout:
         return self._layout
 
+    @property
+    def mover(self) -> CellMover:
+        """For whoever takes cells another way than over plain bytes."""
+        return self._mover
+
     def export(self, cells: CellArray) -> CellImage:
         data = np.empty(len(cells) * self._layout.cell_bytes, np.uint8)
         planes = data.reshape(2 * self._layout.num_layers, len(cells), -1) if len(cells) else data
