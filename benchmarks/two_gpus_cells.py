@@ -3,8 +3,7 @@
 
 Used by `benchmarks.two_gpus`. Each worker is a Ray actor with a GPU of its own (`benchmarks.cell_worker`). For each way
 one sequence runs at the first worker to the half of its answer, its cells move, and the second worker makes the rest;
-the first one makes it too, undisturbed. One more sequence gets cells full of zeros for its tokens: if that said the same,
-the comparison would show nothing.
+the first one makes it too, undisturbed. One more sequence gets cells full of zeros for its tokens, which must show.
 """
 
 from __future__ import annotations
