@@ -27,7 +27,7 @@ from worker.executor import limits_for
 from worker.pool_port import PoolPort
 from worker.program import build_executor
 
-_GROUP_WITHIN = timedelta(seconds=60)
+_GROUP_WITHIN = timedelta(seconds=20)
 
 Source = int | CellArray
 """A sequence by its number, or these cells."""
@@ -92,8 +92,15 @@ class CellWorker:
 
     def open_peers(self, address: str) -> None:
         """Both ends at once: they wait for each other."""
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, f"tcp://{address}", _GROUP_WITHIN, world_size=2, rank=self._rank)
+        on_gpu = self._device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            f"tcp://{address}",
+            _GROUP_WITHIN,
+            world_size=2,
+            rank=self._rank,
+            device_id=torch.device("cuda:0") if on_gpu else None,  # connected now, so a fault shows now
+        )
         self._ways["peer"] = Peers(1 - self._rank, self._port.mover, self._port.layout, self._device)
 
     def reset(self) -> None:

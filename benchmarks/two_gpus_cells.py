@@ -25,11 +25,12 @@ from benchmarks.cell_worker import CellWorker, ForTokens, IntoCells, Target
 from benchmarks.random_model import MODELS, write_model
 from benchmarks.served import free_port
 from benchmarks.two_gpus_mixed import Note
-from benchmarks.two_gpus_plan import PATIENCE_S, Plan
+from benchmarks.two_gpus_plan import Plan
 from planner.request import CellArray
 from worker.config import EngineConfig
 
 START_IN_S = 0.02
+PATIENCE_S = 80.0
 
 
 class Way(StrEnum):
@@ -52,12 +53,18 @@ def cells(plan: Plan, folder: Path, note: Note) -> None:
         if num_gpus and ray.cluster_resources().get("GPU", 0) < num_gpus:
             raise RuntimeError(f"Ray sees {ray.cluster_resources().get('GPU', 0)} GPUs, and two are needed")
         for name, dtype in ((plan.fast_model, "auto"), (plan.exact_model, "float32")):
-            note(**{f"{name}-{dtype}": _moves(plan, write_model(name, folder / dtype), name, dtype)})
+            figures: dict[str, Any] = {}
+
+            def told(key: str = f"{name}-{dtype}", figures: dict[str, Any] = figures, **more: Any) -> None:
+                figures |= more
+                note(**{key: figures})
+
+            _moves(plan, write_model(name, folder / dtype), name, dtype, told)
     finally:
         ray.shutdown()
 
 
-def _moves(plan: Plan, model: Path, name: str, dtype: str) -> dict[str, Any]:
+def _moves(plan: Plan, model: Path, name: str, dtype: str, note: Note) -> None:
     length, num_sequences = plan.moved.input_len + plan.moved.output_len, len(Way) + 1
     config = EngineConfig.model_validate({
         "model": str(model), "device": plan.device, "dtype": dtype, "load_format": "dummy", "max_num_seqs": 8,
@@ -73,17 +80,18 @@ def _moves(plan: Plan, model: Path, name: str, dtype: str) -> dict[str, Any]:
     remote: Any = ray.remote(**options)
     ends = [remote(CellWorker).remote(config, rank) for rank in range(2)]
     try:
-        figures: dict[str, Any] = {"places": _all([end.place.remote() for end in ends])}
+        note(places=_all([end.place.remote() for end in ends]))
         with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
             mover = _Mover(ends[0], ends[1], _device_transport(plan))
-            figures["failed_ways"] = failed = mover.open(Path(shared, "cells"), length)
+            failed = mover.open(Path(shared, "cells"), length)
             ways = [way for way in Way if way not in failed]
-            figures["bandwidth"] = {way: _bandwidth(plan, mover, way, config) for way in ways}
-            figures |= _answers(plan, mover, ways, MODELS[name]["vocab_size"])
+            note(failed_ways=failed)
+            for way in ways:
+                note(**{f"bandwidth_{way}": _bandwidth(plan, mover, way, config)})
+            note(**_answers(plan, mover, ways, MODELS[name]["vocab_size"]))
     finally:
         for end in ends:
             ray.kill(end)
-    return figures
 
 
 class _Mover:

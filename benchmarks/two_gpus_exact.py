@@ -15,6 +15,7 @@ from benchmarks.failover_storm import Disturbance, disturbed, storm_on
 from benchmarks.random_model import write_model
 from benchmarks.storm_answers import Ask, the_asks
 from benchmarks.storm_service import MODEL_NAME as STORMED_NAME
+from benchmarks.two_gpus_losses import STALL_TIMEOUT_S
 from benchmarks.two_gpus_mixed import Note
 from benchmarks.two_gpus_plan import NUM_WORKERS, PATIENCE_S, Plan
 from benchmarks.two_gpus_service import settings_of
@@ -25,7 +26,7 @@ def exact(plan: Plan, folder: Path, note: Note) -> None:
     model, secret = write_model(plan.exact_model, folder), secrets.token_hex(16)
     settings = settings_of(plan, model, secret, dtype="float32", gpu_memory_utilization=0.3)
     settings |= {"http": {"served_model_names": [STORMED_NAME]}}
-    settings |= {"max_failovers": 10, "failover_timeout_s": PATIENCE_S}
+    settings |= {"max_failovers": 10, "failover_timeout_s": PATIENCE_S, "stall_timeout_s": STALL_TIMEOUT_S}
     with configured_service(settings) as service:
         for disturbance in (Disturbance.KILL, Disturbance.FREEZE):
             fields = {"model": str(model), "asks": asks_of(plan), "num_kills": 1, "num_freezes": 1, "outage_s": 0.0}

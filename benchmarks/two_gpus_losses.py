@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,11 @@ class Stream:
         """Seconds from then until the next token; None where it had not begun or had ended."""
         later = [at for at in self.times if at > moment]
         return later[0] - moment if later and self.times[0] <= moment else None
+
+    def longest_gap_after(self, moment: float) -> float:
+        """Seconds between two events, of those that came later; 0 where no two did."""
+        later = [at for at in self.times if at > moment]
+        return max((b - a for a, b in pairwise(later)), default=0.0)
 
 
 def losses(plan: Plan, folder: Path, note: Note) -> None:
@@ -152,7 +158,7 @@ def _joined(shares: Sequence[Sequence[Stream]]) -> list[Stream]:
 def stream_figures(streams: Sequence[Stream]) -> dict[str, Any]:
     begun, num_tokens = min(stream.sent for stream in streams), sum(len(stream.tokens) for stream in streams)
     seconds = max(stream.times[-1] for stream in streams if stream.times) - begun
-    gaps = [b - a for stream in streams for a, b in zip(stream.times, stream.times[1:], strict=False)]
+    gaps = [b - a for stream in streams for a, b in pairwise(stream.times)]
     return {
         "streams": len(streams),
         "whole": sum(stream.whole for stream in streams),
@@ -166,14 +172,17 @@ def stream_figures(streams: Sequence[Stream]) -> dict[str, Any]:
 
 
 def struck_figures(right: Sequence[Stream], streams: Sequence[Stream], at: float, num_live: int) -> dict[str, Any]:
-    """Those that waited longest after the blow are taken for the `num_live` that ran on the lost worker."""
-    silences = sorted((s for stream in streams if (s := stream.silence_after(at)) is not None), reverse=True)
-    lost, others = silences[:num_live], silences[num_live:]
+    """Those that waited longest after the blow are taken for the `num_live` that ran on the lost worker; `others` are
+    disturbed by what the lost ones' past takes to be computed again."""
+    silent = [(silence, stream) for stream in streams if (silence := stream.silence_after(at)) is not None]
+    silent.sort(key=lambda pair: pair[0], reverse=True)
+    lost = [silence for silence, _ in silent[:num_live]]
+    others = [stream.longest_gap_after(at) for _, stream in silent[num_live:]]
     same = sum(mine.tokens == theirs.tokens for mine, theirs in zip(streams, right, strict=True))
     return stream_figures(streams) | {
         "sequences_on_it": num_live,
         "recovery_p50_s": round(statistics.median(lost), 3) if lost else None,
         "recovery_max_s": round(lost[0], 3) if lost else None,
-        "others_max_s": round(others[0], 3) if others else None,
+        "others_gap_max_s": round(max(others), 3) if others else None,
         "same_tokens_as_undisturbed": same,
     }
