@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cluster import bench_workloads, workload
+from cluster import bench_plot, bench_workloads, workload
 from cluster.bench_workloads import OnlineWorkload, Prompt
 from cluster.latency import LoadResult, RequestRecord, result_block
 from cluster.sse_client import HttpError, Target, post_events
@@ -137,6 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--result", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="also draw them: a .png, .svg or .pdf (needs matplotlib)")
 
 
 def read_prompts(path: Path, output_len: int) -> list[Prompt]:
@@ -186,6 +187,8 @@ def execute(args: argparse.Namespace) -> int:
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise InvalidConfiguration("max_concurrency must be at least 1", param="max_concurrency")
     slo = bench_workloads.parse_slo(args.goodput)
+    if args.plot is not None:
+        bench_plot.check_plot(args.plot)
     prompts, times = chosen_load(args)
     server = Server(Target.parse(args.base_url), args.model, args.api_key, args.ignore_eos)
     result = asyncio.run(
@@ -215,5 +218,7 @@ def execute(args: argparse.Namespace) -> int:
     }
     if args.result is not None:
         args.result.write_text(json.dumps(figures, indent=2) + "\n")
+    if args.plot is not None and result.good:  # where nothing succeeded the lines above say why
+        bench_plot.draw(result, args.plot, f"{args.model}: {len(prompts)} requests, {args.workload.value}", slo)
     print(json.dumps(figures))
     return 0 if len(result.good) == len(result.records) else 1
