@@ -14,7 +14,7 @@ import pytest_asyncio
 
 pytest.importorskip("playwright")
 
-from playwright.async_api import Browser, expect
+from playwright.async_api import Browser, Page, expect
 
 from cluster.answer_maker import AnswerMaker, Service
 from cluster.api_settings import ApiSettings
@@ -25,6 +25,7 @@ from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports
 from tests.http_desk import MODEL, TEXT, desk, says
 from tests.listening import eventually, listening
+from tests.tiny_text import EOS
 
 pytestmark = [needs_chromium, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
@@ -48,11 +49,13 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @asynccontextmanager
-async def service(fleet: FakeFleet, **settings: Any) -> AsyncIterator[str]:
+async def service(fleet: FakeFleet, *, num_gateways: int = 1, **settings: Any) -> AsyncIterator[str]:
     async def inspect(_num_steps: int) -> list[View]:
         return [pool_view()]
 
-    app = create_app(AnswerMaker(Service(fleet, TEXT, ApiSettings(**settings), inspect=inspect)))
+    app = create_app(
+        AnswerMaker(Service(fleet, TEXT, ApiSettings(**settings), inspect=inspect, num_gateways=num_gateways))
+    )
     async with listening(app) as url:
         yield url
 
@@ -135,6 +138,72 @@ async def test_what_a_model_says_never_becomes_markup(browser: Browser) -> None:
         assert wrong == []
 
 
+async def test_a_clicked_token_is_forked_at_through_sessions(browser: Browser) -> None:
+    first, then = TEXT.encode("hi there you"), TEXT.encode("hello")
+    fleet = fleet_that(lambda _request, _index: [*(then if len(fleet.generations) > 1 else first), EOS])
+    async with service(fleet) as url, looking_at(browser, url) as (page, wrong):
+        await expect(page.locator("#forking")).to_contain_text("Choose a token")
+        await page.get_by_label("Message").fill("hello")
+        await page.get_by_role("button", name="Send").click()
+        await expect(page.locator(".answer footer")).to_contain_text("stop")
+        asked = fleet.requests[0].prompt.tolist()
+
+        token = page.get_by_label("Tokens of Answer 1", exact=True).get_by_role("button").nth(1)
+        at = int(await token.get_attribute("data-at") or 0)
+        await token.click()  # an answer of a chat has no session: a new one gets its tokens
+        fork = page.get_by_label(f"Fork of Answer 1 at token {at + 1}", exact=True)
+        await expect(fork).to_have_attribute("aria-current", "true")
+        assert fleet.requests[1].prompt.tolist() == [*asked, *first[:at]]
+        assert await fork.locator("p").text_content() == TEXT.decode(first[:at]) + "hello"
+        assert "".join(await fork.locator(".kept").all_text_contents()) == TEXT.decode(first[:at])
+
+        await fork.get_by_role("button").first.focus()  # by keyboard, in an answer that has a session
+        await page.keyboard.press("ArrowRight")
+        focused = page.locator(".token:focus")
+        deeper = int(await focused.get_attribute("data-at") or 0)
+        await page.keyboard.press("Enter")
+        await expect(page.locator(".answer[aria-current=true]")).to_have_count(1)
+        await eventually(lambda: len(fleet.requests) == 3)
+        assert fleet.requests[2].prompt.tolist() == [*asked, *first[:at], *then][: len(asked) + deeper]
+        await expect(page.locator(".answer")).to_have_count(3)
+
+        listed = await page.request.get(f"{url}v1/sessions")
+        assert [card["position"] for card in (await listed.json())["data"]] != []
+        await page.get_by_role("button", name="New conversation").click()
+        await eventually(lambda: no_sessions(page, url))
+        assert wrong == []
+
+
+async def no_sessions(page: Page, url: str) -> bool:
+    return (await (await page.request.get(f"{url}v1/sessions")).json())["data"] == []
+
+
+async def test_a_service_of_several_gateways_says_why_nothing_forks(browser: Browser) -> None:
+    async with service(fleet_that(), num_gateways=2) as url, looking_at(browser, url) as (page, wrong):
+        await expect(page.locator("#forking")).to_contain_text("kept by one gateway, and this service has 2")
+        await page.get_by_label("Message").fill("hello")
+        await page.get_by_role("button", name="Send").click()
+        await expect(page.locator(".answer footer")).to_contain_text("stop")
+        assert await page.locator(".answer p [role=button]").count() == 0
+        assert [text for text in wrong if "400" not in text] == []  # a browser tells of the one refusal
+
+
+async def test_choosing_an_answer_of_an_earlier_round_forgets_what_came_after(browser: Browser) -> None:
+    fleet = fleet_that()
+    async with service(fleet) as url, looking_at(browser, url) as (page, wrong):
+        await expect(page.locator("#state")).to_have_text("ready")
+        await page.get_by_label("Answers").fill("2")
+        for said in ("hello", "you"):
+            await page.get_by_label("Message").fill(said)
+            await page.get_by_role("button", name="Send").click()
+            await expect(page.get_by_label("Message")).to_have_value("")
+        await expect(page.locator("#talk > li")).to_have_count(4)
+        await page.get_by_role("button", name="Go on with this").nth(1).click()
+        await expect(page.locator("#talk > li")).to_have_count(2)
+        await expect(page.locator(".answer").nth(1)).to_have_attribute("aria-current", "true")
+        assert wrong == []
+
+
 async def test_a_refusal_is_told_in_words(browser: Browser) -> None:
     async with service(fleet_that()) as url, looking_at(browser, url) as (page, _):
         await expect(page.locator("#state")).to_have_text("ready")
@@ -164,6 +233,8 @@ async def test_every_text_can_be_read_and_nothing_hangs_over(
         await page.get_by_label("Message").fill("hello")
         await page.get_by_role("button", name="Send").click()
         await expect(page.locator(".answer footer").nth(1)).to_contain_text("stop")
+        await page.locator(".token[role=button]").nth(1).click()
+        await expect(page.locator(".answer footer").nth(2)).to_contain_text("stop")
         assert await page.evaluate(CONTRAST) == []
         assert await page.evaluate(UNLABELLED) == []
         assert await page.evaluate("document.documentElement.scrollWidth") <= width

@@ -44,6 +44,20 @@ async def talk(page: Page, key: str) -> None:
     await expect(page.locator("tbody tr")).to_have_count(2, timeout=PATIENCE_MS)
 
 
+async def fork(page: Page) -> None:
+    """Go on anew from the sixth token of the first answer."""
+    await page.get_by_label("Most tokens").fill("16")
+    token = page.get_by_label("Tokens of Answer 1", exact=True).get_by_role("button").nth(5)
+    at = int(await token.get_attribute("data-at") or 0)
+    await token.click()
+    forked = page.get_by_label(f"Fork of Answer 1 at token {at + 1}", exact=True)
+    await expect(forked).to_have_attribute("aria-current", "true", timeout=PATIENCE_MS)
+    kept = "".join(await forked.locator(".kept").all_text_contents())
+    assert kept
+    assert (await page.locator(".answer p").first.text_content() or "").startswith(kept)
+    assert len(await forked.locator("p").text_content() or "") > len(kept)
+
+
 @pytest.mark.parametrize(("name", "width", "dark"), [("desk", 1280, False), ("phone", 390, True)])
 async def test_a_newcomer_talks_to_the_model_and_sees_its_cells(
     smollm2_service: ServiceProcess, api_key: str, pictures: Path, name: str, width: int, dark: bool
@@ -54,6 +68,9 @@ async def test_a_newcomer_talks_to_the_model_and_sees_its_cells(
         ending = re.compile("length|stop")
         await expect(page.locator(".answer footer")).to_contain_text([ending, ending], timeout=PATIENCE_MS)
         await expect(page.locator("#timing")).to_contain_text("tokens in")
+        if name == "desk":
+            await fork(page)
+            await page.screenshot(path=pictures / "page-fork.png", full_page=True)
         await expect(page.locator("tbody tr")).to_have_count(0, timeout=PATIENCE_MS)
         assert await page.locator(".worker").count() == 2
         # Without a key the first looks are refused, which a browser tells on its console.

@@ -18,7 +18,7 @@ function tellState(text, bad = false) {
 
 async function refresh() {
   const fleet = await get("debug/fleet");
-  useModel(fleet.model);
+  await useModel(fleet.model);
   byId("model").textContent = fleet.model;
   if (turn++ % POOLS_EVERY === 0) {
     const { workers } = await get("debug/kv").catch(() => ({ workers: [] })); // a worker may just be gone

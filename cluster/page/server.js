@@ -28,14 +28,25 @@ export async function get(path) {
   return (await call(path)).json();
 }
 
-/** The chunks of a streamed chat answer, in order. Throws `Refused`, also for an error inside the stream. */
-export async function* chat(body, signal) {
-  const answer = await call("v1/chat/completions", {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
-    signal,
-  });
+export async function post(path, body) {
+  return (await call(path, withJson(body))).json();
+}
+
+export async function drop(path) {
+  await call(path, { method: "DELETE" });
+}
+
+export const chat = (body, signal) => streamed("v1/chat/completions", body, signal);
+export const complete = (body, signal) => streamed("v1/completions", body, signal);
+
+function withJson(body) {
+  return { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
+}
+
+/** The chunks of a streamed answer, in order. Throws `Refused`, also for an error inside the stream. */
+async function* streamed(path, body, signal) {
+  const wanted = { ...body, stream: true, stream_options: { include_usage: true }, return_token_ids: true };
+  const answer = await call(path, { ...withJson(wanted), signal });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
