@@ -128,7 +128,6 @@ def test_weights_that_are_cut_off_end_the_command_with_one_line(smollm2_path: Pa
     with smollm2_path.open("rb") as whole:
         (tmp_path / "cut.gguf").write_bytes(whole.read(50_000_000))
     with running_service(str(tmp_path / "cut.gguf"), "--device", "cpu", "--host", "127.0.0.1") as process:
-        assert process.wait(180) == 2
-        wait_until(lambda: not process.processes(), 10, "every process has ended")
-        assert process.output[-1].startswith("raycomb: error: cut.gguf is not a readable GGUF file")
-        assert not any("Traceback" in line for line in process.output)
+        assert process.wait(60) == 2
+        (line,) = process.output  # before anything was started
+        assert line.startswith("raycomb: error: cut.gguf is not a whole GGUF file: ")
