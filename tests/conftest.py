@@ -56,6 +56,7 @@ def api_key() -> str:
 def smollm2_service(smollm2_path: Path, api_key: str) -> Iterator[ServiceProcess]:
     """A real service of a real model with two workers, one for all tests of a run. Every test leaves it idle."""
     arguments = [str(smollm2_path), "--served-model-name", "smollm2-135m", "--device", "cpu", "--num-workers", "2"]
+    arguments += ["--drain-timeout-s", "8"]  # as long as anything waits for a worker that is frozen
     with running_service(*arguments, "--host", "127.0.0.1", "--api-key", api_key) as service:
         service.wait_for_line("ready at", 240)
         yield service
