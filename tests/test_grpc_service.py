@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -176,6 +177,7 @@ def test_the_doctor_asks_every_node_of_the_cluster_that_serves(service: ServiceP
     assert done.returncode == 1
     assert lines[0].startswith("FAIL nodes: 1 of 2: ")
     assert all(line.startswith("ok ") for line in lines[1:]), done.stdout
+    assert any(re.fullmatch(r"ok   secret: [0-9a-f]{8} everywhere", line) for line in lines)
     assert lines[-3:] == [
         f"ok   http: {service.url} serves",
         f"ok   answer: {service.url} generates",
