@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,6 +15,7 @@ from benchmarks.configured_service import configured_service
 from benchmarks.storm_service import StormedService, settings_of
 from cluster.certificates import make_certificates
 from cluster.checkpoints import resolve
+from tests.one_service_in_one_process import OneServiceInOneProcess
 from tests.otlp_collector import Collector, grpc_collector
 from tests.service_process import ServiceProcess, running_service, tiny_checkpoint
 from tests.service_state import ServiceState, state_of
@@ -23,16 +25,8 @@ settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 
-SHARED_SERVICES = ("smollm2_service", "fronted_service", "stormed_service")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side, one process runs all those that share a service, and else all those of a file."""
-    for item in items:
-        fixtures, arguments = getattr(item, "fixturenames", ()), getattr(getattr(item, "callspec", None), "params", {})
-        shared = [f"{name} {arguments.get(name, '')}" for name in SHARED_SERVICES if name in fixtures]
-        item.add_marker(pytest.mark.xdist_group(shared[0] if shared else item.path.name))
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return OneServiceInOneProcess(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from planner.replay import replay
 from tests.served_fake import STEP_TIME_S
-from tests.service_process import ROOT, ServiceProcess, running_service, tiny_checkpoint, wait_until
+from tests.service_process import ServiceProcess, wait_until
 from tests.sse_events import events_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -186,22 +183,3 @@ def assert_steps_can_be_lived_again(step_logs: Path) -> None:
     for log in logs:
         with log.open() as lines:
             assert all(step.as_recorded for step in replay(lines))
-
-
-def test_a_model_that_no_worker_can_load_ends_the_command_with_one_line(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    folder = tiny_checkpoint(tmp_path / "model")  # it has no architecture; the real executor is asked for
-    with running_service(str(folder), "--device", "cpu", "--front", "python", "--host", "127.0.0.1") as process:
-        assert process.wait(START_S) == 2
-        wait_until(lambda: not process.processes(), 10, "every process has ended")
-        assert process.output[-1].startswith("raycomb: error: ")
-        assert "is not supported" in process.output[-1]
-        assert not any("Traceback" in line for line in process.output)
-
-
-def test_a_worker_that_is_scaled_away_finishes_what_it_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.scaled_service", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
-    assert done.returncode == 0, done.stderr
-    ends = json.loads(done.stdout.splitlines()[-1])
-    assert ends == {"running": ["length"] * 6, "later": ["length"] * 10}
