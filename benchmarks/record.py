@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("raycomb", "ray", "torch", "numpy", "numba", "grpcio", "starlette", "uvicorn", "transformers", "vllm")
+PACKAGES = (
+    "raycomb",
+    "ray",
+    "torch",
+    "numpy",
+    "numba",
+    "grpcio",
+    "starlette",
+    "uvicorn",
+    "transformers",
+    "triton",
+    "vllm",
+)
 
 
 def record(name: str, config: Mapping[str, Any], figures: Mapping[str, Any], *, keep: bool) -> None:

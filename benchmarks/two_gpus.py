@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.record import record
-from benchmarks.two_gpus_plan import PLANS, Part, Plan, Scale
+from benchmarks.two_gpus_plan import PLANS, Note, Part, Plan, Scale
 
 BAR_RATIO: Final = 1.95
 GRACE_S: Final = 20.0
@@ -52,7 +52,7 @@ def run_part(part: Part, plan: Plan, path: Path) -> None:
         _function_of(part)(plan, Path(folder), Figures(path).add)
 
 
-def _function_of(part: Part) -> Callable[[Plan, Path, Callable[..., None]], None]:
+def _function_of(part: Part) -> Callable[[Plan, Path, Note], None]:
     """Imported when it is wanted: only `cells` loads torch here."""
     match part:
         case Part.CELLS:

@@ -24,8 +24,7 @@ from ray.experimental.collective import create_collective_group
 from benchmarks.cell_worker import CellWorker, ForTokens, IntoCells, Target
 from benchmarks.random_model import MODELS, write_model
 from benchmarks.served import free_port
-from benchmarks.two_gpus_mixed import Note
-from benchmarks.two_gpus_plan import Plan
+from benchmarks.two_gpus_plan import Note, Plan
 from planner.request import CellArray
 from worker.config import EngineConfig
 

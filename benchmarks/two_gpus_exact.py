@@ -16,9 +16,9 @@ from benchmarks.random_model import write_model
 from benchmarks.storm_answers import Ask, the_asks
 from benchmarks.storm_service import MODEL_NAME as STORMED_NAME
 from benchmarks.two_gpus_losses import STALL_TIMEOUT_S
-from benchmarks.two_gpus_mixed import Note
-from benchmarks.two_gpus_plan import NUM_WORKERS, PATIENCE_S, Plan
+from benchmarks.two_gpus_plan import NUM_WORKERS, PATIENCE_S, Note, Plan
 from benchmarks.two_gpus_service import settings_of
+from tests.service_process import ServiceProcess
 
 
 def exact(plan: Plan, folder: Path, note: Note) -> None:
@@ -28,14 +28,14 @@ def exact(plan: Plan, folder: Path, note: Note) -> None:
     settings |= {"http": {"served_model_names": [STORMED_NAME]}}
     settings |= {"max_failovers": 10, "failover_timeout_s": PATIENCE_S, "stall_timeout_s": STALL_TIMEOUT_S}
     with configured_service(settings) as service:
-        for disturbance in (Disturbance.KILL, Disturbance.FREEZE):
-            fields = {"model": str(model), "asks": asks_of(plan), "num_kills": 1, "num_freezes": 1, "outage_s": 0.0}
+        asyncio.run(_exact(plan, service, secret, model, note))
 
-            async def storm(disturbance: Disturbance = disturbance, fields: dict[str, object] = fields) -> None:
-                async with storm_on(service, secret, seed=4, num_workers=NUM_WORKERS, **fields) as made:
-                    note(**{disturbance: await disturbed(made, disturbance)})
 
-            asyncio.run(storm())
+async def _exact(plan: Plan, service: ServiceProcess, secret: str, model: Path, note: Note) -> None:
+    fields = {"model": str(model), "asks": asks_of(plan), "num_kills": 1, "num_freezes": 1, "outage_s": 0.0}
+    for disturbance in (Disturbance.KILL, Disturbance.FREEZE):
+        async with storm_on(service, secret, seed=4, num_workers=NUM_WORKERS, **fields) as storm:
+            note(**{disturbance: await disturbed(storm, disturbance)})
 
 
 def asks_of(plan: Plan) -> list[Ask]:

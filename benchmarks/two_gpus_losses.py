@@ -23,8 +23,7 @@ import psutil
 from benchmarks.client_processes import START_IN_S, ClientProcesses, client_processes
 from benchmarks.configured_service import configured_service
 from benchmarks.random_model import MODELS, write_model
-from benchmarks.two_gpus_mixed import Note
-from benchmarks.two_gpus_plan import NUM_WORKERS, PATIENCE_S, Plan
+from benchmarks.two_gpus_plan import NUM_WORKERS, PATIENCE_S, Note, Plan
 from benchmarks.two_gpus_service import KINDS, server_of, settings_of
 from benchmarks.worker_watch import Watch, WatchedWorker, watched
 from cluster import workload

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.client_processes import ClientProcesses, client_processes
 from benchmarks.configured_service import configured_service
 from benchmarks.random_model import MODELS, write_model
-from benchmarks.two_gpus_plan import NUM_WORKERS, Plan
+from benchmarks.two_gpus_plan import NUM_WORKERS, Note, Plan
 from benchmarks.two_gpus_service import ProcessorUse, gpus_of_workers, server_of, settings_of
 from cluster import workload
 from cluster.bench_workloads import Prompt
@@ -27,20 +26,17 @@ from tests.service_process import ServiceProcess
 
 WARM_UP_TOKENS = 8
 
-Note = Callable[..., None]
-"""Keeps figures, so that what was measured before a fault is not lost."""
-
 
 def mixed(plan: Plan, folder: Path, note: Note) -> None:
     """`note` gets the runs of one worker, of two, and the ratio of their output tokens a second."""
     model = write_model(plan.fast_model, folder)
     rates = []
     with client_processes(plan.num_clients) as clients:
-        for num_workers in (1, NUM_WORKERS):
+        for num_workers, repeats in zip((1, NUM_WORKERS), plan.mixed.repeats, strict=True):
             settings = settings_of(plan, model, secrets.token_hex(16), num_workers, prefix_caching=False)
             with configured_service(settings) as service:
                 clients.ask(server_of(service), prompts_of(plan, num_workers, WARM_UP_TOKENS))
-                runs = [one_run(plan, service, clients, num_workers) for _ in range(plan.mixed.repeats)]
+                runs = [one_run(plan, service, clients, num_workers) for _ in range(repeats)]
                 note(**{f"workers_{num_workers}": {"runs": runs, "gpus": gpus_of_workers(service)}})
             rates.append(fmean(run["output_tokens_per_s"] for run in runs))
     note(output_tokens_per_s=[round(rate, 1) for rate in rates], ratio=round(rates[1] / rates[0], 3))

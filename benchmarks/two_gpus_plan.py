@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Final, Literal
@@ -9,6 +10,9 @@ from typing import Any, Final, Literal
 NUM_WORKERS: Final = 2
 MODEL_NAME: Final = "two"
 PATIENCE_S: Final = 120.0
+
+Note = Callable[..., None]
+"""Keeps figures by their names, so that what was measured before a fault is not lost."""
 
 
 class Part(StrEnum):
@@ -29,11 +33,13 @@ class Scale(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MixedLoad:
-    """So many prompts for each worker, prompts and answers of lengths drawn evenly from `lengths`; how often."""
+    """So many prompts for each worker, prompts and answers of lengths drawn evenly from `lengths`; and how often that
+    is run with one worker and with two. Nobody knows beforehand how long an answer will be, so two workers never get
+    equally many tokens, and their time differs from run to run."""
 
     prompts_each: int
     lengths: tuple[int, int]
-    repeats: int
+    repeats: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ _FULL: Final = Plan(
     max_num_seqs=288,
     num_gateways=4,
     num_clients=8,
-    mixed=MixedLoad(256, (100, 1000), repeats=2),
+    mixed=MixedLoad(256, (100, 1000), repeats=(1, 3)),
     lost=LostLoad(64, input_len=200, output_len=600),
     prefixes=PrefixLoad(16, 3000, input_len=100, output_len=100, num_requests=500, rate=40.0, max_cells=36_000),
     moved=MovedCells(3500, 64, repeats=5),
@@ -124,7 +130,7 @@ PLANS: Final[dict[Scale, Plan]] = {
         max_num_seqs=64,
         num_gateways=4,
         num_clients=4,
-        mixed=MixedLoad(48, (50, 200), repeats=1),
+        mixed=MixedLoad(48, (50, 200), repeats=(1, 1)),
         lost=LostLoad(32, input_len=100, output_len=600),
         prefixes=PrefixLoad(8, 1500, input_len=50, output_len=30, num_requests=100, rate=40.0, max_cells=9000),
         moved=MovedCells(2000, 32, repeats=3),
@@ -141,7 +147,7 @@ PLANS: Final[dict[Scale, Plan]] = {
         max_num_seqs=32,
         num_gateways=2,
         num_clients=2,
-        mixed=MixedLoad(6, (10, 40), repeats=1),
+        mixed=MixedLoad(6, (10, 40), repeats=(1, 1)),
         lost=LostLoad(8, input_len=20, output_len=300),
         prefixes=PrefixLoad(4, 192, input_len=10, output_len=5, num_requests=24, rate=20.0, max_cells=600),
         moved=MovedCells(100, 16, repeats=2),

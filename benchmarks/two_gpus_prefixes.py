@@ -16,8 +16,8 @@ from benchmarks.bare_gateway import bare_gateway
 from benchmarks.client_processes import ClientProcesses, client_processes
 from benchmarks.configured_service import configured_service
 from benchmarks.random_model import MODELS, write_model
-from benchmarks.two_gpus_mixed import Note, load_figures
-from benchmarks.two_gpus_plan import MODEL_NAME, NUM_WORKERS, PATIENCE_S, Plan
+from benchmarks.two_gpus_mixed import load_figures
+from benchmarks.two_gpus_plan import MODEL_NAME, NUM_WORKERS, PATIENCE_S, Note, Plan
 from benchmarks.two_gpus_service import KINDS, settings_of
 from benchmarks.worker_watch import watched
 from cluster import workload
