@@ -153,6 +153,6 @@ PLANS: Final[dict[Scale, Plan]] = {
         moved=MovedCells(100, 16, repeats=2),
         exact_requests=12,
         exact_tokens=(40, 120),
-        limits_s=dict.fromkeys(Part, 240.0),
+        limits_s=dict.fromkeys(Part, 400.0),
     ),
 }
