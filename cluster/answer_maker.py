@@ -57,7 +57,7 @@ class AnswerMaker:
         )
         self.keys = KeyRing(settings)
         self.spans = RequestSpanMaker(service.tracer, service.model_name)
-        self._prompts = PromptEncoder(service.text, self.threads)
+        self.prompts = PromptEncoder(service.text, self.threads)
         self._forms = FormReader(self.threads)
         self._sessions = Sessions(
             max_sessions=settings.max_sessions,
@@ -102,7 +102,7 @@ class AnswerMaker:
         """The answer to a text completion, and the name to answer with. Raises `RequestRefused`."""
         model, name = self.model(body.model)
         text = self.service.text
-        prompts = await self._prompts.completion(body, model.context)
+        prompts = await self.prompts.completion(body, model.context)
         extras = await self._extras(body, requested_form(body))
         plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings, extras))
         if body.use_beam_search:
@@ -125,7 +125,7 @@ class AnswerMaker:
         if body.prompt in ("", []):
             deltas = [EncodedPrompt([])]
         else:
-            deltas = await self._prompts.completion(body, model.context)
+            deltas = await self.prompts.completion(body, model.context)
         if len(deltas) > 1:
             raise InvalidRequest("a session takes one prompt at a time", param="prompt")
         extras = await self._extras(body, requested_form(body))
@@ -147,7 +147,7 @@ class AnswerMaker:
         Raises `RequestRefused`."""
         model, name = self.model(body.model)
         text = self.service.text
-        prompt = await self._prompts.chat(body, model.context)
+        prompt = await self.prompts.chat(body, model.context)
         talk = plan_talk(body, text, prompt.ids)
         for part in talk.parts:
             await self._forms.checked(part)
@@ -163,14 +163,14 @@ class AnswerMaker:
 
     async def _extras(self, body: GenerationBody, form: Form | None) -> Extras:
         """Raises `InvalidRequest` where the form cannot be kept to."""
-        return Extras(await self._forms.checked(form), self._prompts.bad_words(body.bad_words))
+        return Extras(await self._forms.checked(form), self.prompts.bad_words(body.bad_words))
 
     async def token_ids(self, body: TokenizeTextBody | TokenizeChatBody) -> list[int]:
         """Token ids of a text or of a conversation's prompt."""
         special = body.add_special_tokens
         if isinstance(body, TokenizeChatBody):
-            return await self._prompts.conversation(body, context=None, add_special_tokens=special)
-        return await self._prompts.ids(body.prompt, add_special_tokens=special)
+            return await self.prompts.conversation(body, context=None, add_special_tokens=special)
+        return await self.prompts.ids(body.prompt, add_special_tokens=special)
 
     async def decoded(self, body: DetokenizeBody) -> str:
         """The text of token ids."""
@@ -178,4 +178,4 @@ class AnswerMaker:
         highest = max(body.tokens, default=0)
         if highest >= model.vocab_size:
             raise InvalidRequest(f"token id {highest} is not below {model.vocab_size}", param="tokens")
-        return await self._prompts.decoded(body.tokens)
+        return await self.prompts.decoded(body.tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -20,10 +20,12 @@ from cluster.answer import Answer
 from cluster.choice import Piece
 from cluster.errors import envelope, outcome, retry_after_s
 from cluster.headers import Terms
-from cluster.voices import Voice
+from cluster.telling import Telling
 from planner.errors import BodyTooSlow, DeadlineExceeded, RaycombError
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S = 60.0  # nothing is told before the end, so it matters to nobody
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,6 @@ class Delivery:
     """How an answer is sent, and until when. Times in seconds."""
 
     stream: bool
-    include_usage: bool
     keepalive_s: float
     terms: Terms
 
@@ -55,10 +56,10 @@ def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None
 class AnswerResponse(Response):
     """Runs an answer and sends it. Owner of the answer from here on."""
 
-    def __init__(self, answer: Answer, voice: Voice, delivery: Delivery) -> None:
+    def __init__(self, answer: Answer, telling: Telling, delivery: Delivery) -> None:
         super().__init__()
         self._answer = answer
-        self._voice = voice
+        self._telling = telling
         self._delivery = delivery
         self._streaming = False
 
@@ -72,7 +73,9 @@ class AnswerResponse(Response):
         try:
             with self._answer.meter:
                 async with asyncio.timeout(self._delivery.terms.patience_s):
-                    ending = await (self._send_events(send) if self._delivery.stream else self._whole())
+                    ending = await (
+                        self._send_events(send) if self._delivery.stream else _whole(self._answer, self._telling)
+                    )
         except TimeoutError:
             error = DeadlineExceeded("the request's deadline passed")
         except RaycombError as failure:
@@ -83,23 +86,11 @@ class AnswerResponse(Response):
         if error is not None and not self._streaming:
             await error_response(error)(scope, receive, send)
         elif error is not None:
-            await self._send_event_bytes(
-                send, _event(json.dumps(envelope(error), ensure_ascii=False).encode()), more=False
-            )
+            await self._send_event_bytes(send, self._telling.failure(error), more=False)
         elif self._delivery.stream:
             await self._send_event_bytes(send, ending, more=False)
         else:
             await json_response(ending)(scope, receive, send)
-
-    async def _whole(self) -> bytes:
-        """The answer as one JSON text."""
-        choices: list[list[Piece]] = [[] for _ in range(self._answer.num_choices)]
-        for piece in self._answer.start():
-            choices[piece.index].append(piece)
-        while not self._answer.finished:
-            for piece in await self._answer.next(self._delivery.keepalive_s):
-                choices[piece.index].append(piece)
-        return self._voice.whole(self._answer.best(choices), self._answer.counts())
 
     async def _send_events(self, send: Send) -> bytes:
         """Send the answer as it grows; returns the events that close the stream."""
@@ -107,17 +98,10 @@ class AnswerResponse(Response):
         while not self._answer.finished:
             news = await self._answer.next(self._delivery.keepalive_s)
             pieces += news
-            events = self._events(pieces)
+            events = self._telling.events(pieces)
             await self._send_event_bytes(send, events if news else events + b": still here\n\n")
             pieces = []
-        closing = self._events(pieces)
-        if self._delivery.include_usage:
-            closing += _event(self._voice.usage_chunk(self._answer.counts()))
-        return closing + b"data: [DONE]\n\n"
-
-    def _events(self, pieces: Iterable[Piece]) -> bytes:
-        chunks = (self._voice.chunk(piece) for piece in pieces)
-        return b"".join(_event(chunk) for chunk in chunks if chunk is not None)
+        return self._telling.events(pieces) + self._telling.closing(self._answer.counts())
 
     async def _send_event_bytes(self, send: Send, events: bytes, *, more: bool = True) -> None:
         if not self._streaming:
@@ -127,6 +111,25 @@ class AnswerResponse(Response):
             self._streaming = True
         if events or not more:
             await _send_body(send, events, more=more)
+
+
+async def whole_answer(answer: Answer, telling: Telling) -> bytes:
+    """Run an answer to its end, tell it as one JSON text, and close it in any case. Raises `RaycombError`."""
+    try:
+        with answer.meter:
+            return await _whole(answer, telling)
+    finally:
+        await answer.close()
+
+
+async def _whole(answer: Answer, telling: Telling) -> bytes:
+    choices: list[list[Piece]] = [[] for _ in range(answer.num_choices)]
+    for piece in answer.start():
+        choices[piece.index].append(piece)
+    while not answer.finished:
+        for piece in await answer.next(_LOOK_S):
+            choices[piece.index].append(piece)
+    return telling.whole(answer.best(choices), answer.counts())
 
 
 async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -> bool:
@@ -148,10 +151,6 @@ async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
 
 
 async def _send_body(send: Send, body: bytes, *, more: bool) -> None:

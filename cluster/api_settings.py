@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
@@ -36,6 +36,11 @@ class ApiSettings(BaseModel):
     * `inline_size`: longer texts and 16 times larger bodies are read by a thread, at most `text_threads` at once
       with `max_long_texts` more waiting.
     * `max_sessions`: open sessions of this gateway, and of one key; idle ones are forgotten after `session_idle_s`.
+    * `batch_store`: a folder where files and batches are kept, with the prompts in them; None: nothing is kept. The
+      gateways of one host may share it.
+    * `max_files_per_key` files of `max_file_bytes`, each uploaded within `file_timeout_s`; `max_open_batches_per_key`
+      batches of one key that have not ended, of `max_batch_lines` lines.
+    * `embedding_pooling`: how an embedding is made of a text's hidden states where the request does not say.
     * `keepalive_s`: a stream that has nothing to say for so long says that it lives.
     """
 
@@ -59,4 +64,11 @@ class ApiSettings(BaseModel):
     max_sessions: int = Field(default=4096, ge=0)
     max_sessions_per_key: int = Field(default=1024, ge=0)
     session_idle_s: float = Field(default=600.0, gt=0)
+    batch_store: str | None = None
+    max_file_bytes: int = Field(default=128 * 1024 * 1024, ge=1)
+    file_timeout_s: float = Field(default=600.0, gt=0)
+    max_files_per_key: int = Field(default=1000, ge=1)
+    max_batch_lines: int = Field(default=50_000, ge=1)
+    max_open_batches_per_key: int = Field(default=32, ge=1)
+    embedding_pooling: Literal["last", "mean"] = "last"
     cors_origins: tuple[str, ...] = ("*",)

@@ -37,6 +37,8 @@ OUTCOMES: Final[dict[type[RaycombError], Outcome]] = {
     errors.BodyTooSlow: Outcome(408, "timeout_error", "DEADLINE_EXCEEDED"),
     errors.UnknownModel: Outcome(404, _INVALID, "NOT_FOUND"),
     errors.UnknownSession: Outcome(404, _INVALID, "NOT_FOUND"),
+    errors.UnknownFile: Outcome(404, _INVALID, "NOT_FOUND"),
+    errors.UnknownBatch: Outcome(404, _INVALID, "NOT_FOUND"),
     errors.SessionBusy: Outcome(409, _INVALID, "FAILED_PRECONDITION"),
     errors.SessionFailed: Outcome(409, _INVALID, "FAILED_PRECONDITION"),
     errors.Unauthenticated: Outcome(401, "authentication_error", "UNAUTHENTICATED"),

@@ -17,7 +17,8 @@ from worker.totals import Totals
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as clients see it. `capacity` is the cells of the smallest worker pool."""
+    """The model as clients see it. `capacity` is the cells of the smallest worker pool; `vector_size` the numbers of a
+    prompt's vector, None where it gives none."""
 
     name: str
     created: int
@@ -25,6 +26,7 @@ class ServedModel:
     context: int
     capacity: int
     max_num_seqs: int
+    vector_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

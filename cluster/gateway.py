@@ -14,6 +14,9 @@ from ray.exceptions import RayError
 
 from cluster.activity import Activity, activity
 from cluster.answer_maker import AnswerMaker, Service
+from cluster.batch_api import Batches
+from cluster.batch_desk import BatchDesk
+from cluster.batch_runner import BatchRunner
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
 from cluster.debug_views import View
@@ -83,6 +86,7 @@ class Gateway(GrpcMethods):
             tracer=tracer,
         )
         self._maker = AnswerMaker(service)
+        self._batches = await self._open_batches(config.http.batch_store)
         self._grpc = GrpcApi(self._maker)
         self._health = Health(self._streams)
         self._program = config.program
@@ -98,7 +102,15 @@ class Gateway(GrpcMethods):
 
     def __serve_build_asgi_app__(self) -> Any:
         """Serve asks for the application once, after the constructor."""
-        return create_app(self._maker, tells_request_id=False)
+        return create_app(self._maker, self._batches, tells_request_id=False)
+
+    async def _open_batches(self, folder: str | None) -> Batches | None:
+        if folder is None:
+            return None
+        desk = await asyncio.to_thread(lambda: BatchDesk(Path(folder).expanduser()))
+        runner = BatchRunner(self._maker, desk)
+        runner.start()
+        return Batches(desk, runner)
 
     async def _inspect(self, num_steps: int) -> list[View]:
         """Over Serve's control plane, which is slow and reaches every worker."""
@@ -166,6 +178,9 @@ class Gateway(GrpcMethods):
         if hasattr(self, "_unfollow"):
             self._unfollow()
             self._unsubscribe()
+            if self._batches is not None:
+                await self._batches.runner.close()
+                await self._batches.desk.close()
             await self._streams.close()
             await self._ray_metrics.stop()
             await asyncio.to_thread(self._tracing.close)

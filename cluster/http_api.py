@@ -18,18 +18,21 @@ from starlette.responses import Response
 
 from cluster.answer_maker import AnswerMaker
 from cluster.answer_response import AnswerResponse, Delivery, error_response, json_response
+from cluster.batch_api import Batches, add_batch_routes
 from cluster.bodies import parse_object, read_body, validate
 from cluster.debug_api import DebugApi
+from cluster.embedding_api import add_embedding_route
 from cluster.errors import error_envelope
+from cluster.file_api import add_file_routes
 from cluster.headers import DEADLINE, REQUEST_ID, TENANT, Terms
 from cluster.http_guard import Guard
 from cluster.metrics_page import exposition
 from cluster.page_files import page_files
-from cluster.prompt_voice import PromptVoice
 from cluster.request_span import SPAN
+from cluster.response_api import add_response_route
 from cluster.service_metrics import METRICS, metric_sources
 from cluster.session_api import add_session_routes, named_session, refuse_session
-from cluster.voices import ChatVoice, CompletionVoice
+from cluster.tellings import chat_telling, completion_telling
 from planner.errors import RaycombError, Unavailable
 from protos import openai_answers as wire
 from protos.openai import (
@@ -44,8 +47,10 @@ from protos.openai import (
 B = TypeVar("B")
 
 
-def create_app(maker: AnswerMaker, *, tells_request_id: bool = True) -> FastAPI:
+def create_app(maker: AnswerMaker, batches: Batches | None = None, *, tells_request_id: bool = True) -> FastAPI:
     """The application. Make it inside the running process: it keeps state that belongs to one event loop.
+
+    `batches`: None where the service keeps no files and batches.
 
     `tells_request_id`: False where the server around it adds the header to answers itself, as Ray Serve does.
     """
@@ -95,6 +100,10 @@ def create_app(maker: AnswerMaker, *, tells_request_id: bool = True) -> FastAPI:
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     add_session_routes(app, maker, endpoints.account)
+    add_file_routes(app, maker, batches, endpoints.account)
+    add_batch_routes(app, maker, batches, endpoints.account)
+    add_embedding_route(app, maker, endpoints.read, endpoints.terms)
+    add_response_route(app, maker, endpoints.read, endpoints.terms)
     for path, file in page.items():
         app.add_route(path, file.__call__, methods=["GET"])
     return app
@@ -112,33 +121,24 @@ class _Endpoints:
 
     async def completions(self, request: Request) -> Response:
         with self._meter.admission():
-            agreed = self._terms(request)
-            body = await self._body(request, lambda value: validate(CompletionBody, value))
+            agreed = self.terms(request)
+            body = await self.read(request, lambda value: validate(CompletionBody, value))
             session_id = named_session(request, body)
             if session_id is None:
                 answer, name = await self._maker.completion(body, agreed)
             else:
                 session = self._maker.sessions.get(session_id, self.account(request))
                 answer, name = await self._maker.extension(body, session, agreed)
-        voice = CompletionVoice(
-            name, self._tokens, PromptVoice(answer, self._tokens, body), scored=body.logprobs is not None
-        )
-        return AnswerResponse(answer, voice, self._delivery(agreed, body))
+        return AnswerResponse(answer, completion_telling(self._maker, body, answer, name), self._delivery(agreed, body))
 
     async def chat_completions(self, request: Request) -> Response:
         with self._meter.admission():
             refuse_session(request)
-            agreed = self._terms(request)
-            body = await self._body(request, lambda value: validate(ChatBody, value))
+            agreed = self.terms(request)
+            body = await self.read(request, lambda value: validate(ChatBody, value))
             answer, name, new_reader = await self._maker.chat(body, agreed)
-        voice = ChatVoice(
-            name,
-            self._tokens,
-            PromptVoice(answer, self._tokens, body),
-            scored=body.logprobs,
-            new_reader=new_reader,
-        )
-        return AnswerResponse(answer, voice, self._delivery(agreed, body))
+        telling = chat_telling(self._maker, body, answer, name, new_reader)
+        return AnswerResponse(answer, telling, self._delivery(agreed, body))
 
     async def models(self) -> Response:
         return _json(wire.ModelList(object="list", data=self._cards()))
@@ -148,14 +148,14 @@ class _Endpoints:
         return _json(next(card for card in self._cards() if card.id == name))
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request, _tokenize_body)
+        body = await self.read(request, _tokenize_body)
         model, _ = self._maker.model(body.model)
         ids = await self._maker.token_ids(body)
         names = [self._tokens.name(token) for token in ids] if body.return_token_strs else None
         return _json(wire.Tokenized(count=len(ids), max_model_len=model.context, tokens=ids, token_strs=names))
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request, lambda value: validate(DetokenizeBody, value))
+        body = await self.read(request, lambda value: validate(DetokenizeBody, value))
         return _json(wire.Detokenized(prompt=await self._maker.decoded(body)))
 
     async def health(self) -> Response:
@@ -177,7 +177,8 @@ class _Endpoints:
             return error_response(Unavailable("no worker can serve"))
         return json_response(json.dumps({"status": word}).encode())
 
-    async def _body(self, request: Request, validated: Callable[[dict[str, Any]], B]) -> B:
+    async def read(self, request: Request, validated: Callable[[dict[str, Any]], B]) -> B:
+        """The body. Raises `InvalidRequest`."""
         data = await read_body(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
         return await self._maker.threads.run(len(data) // 16, lambda: validated(parse_object(data)))
 
@@ -190,7 +191,8 @@ class _Endpoints:
             for name in self._maker.names()
         ]
 
-    def _terms(self, request: Request) -> Terms:
+    def terms(self, request: Request) -> Terms:
+        """What the headers say. Raises `InvalidRequest`."""
         headers = request.headers
         key = self._maker.keys.find(headers.get("authorization", ""))
         span: Span = request.scope.get(SPAN, INVALID_SPAN)
@@ -202,12 +204,7 @@ class _Endpoints:
         return "" if key is None else key.tenant
 
     def _delivery(self, agreed: Terms, body: GenerationBody) -> Delivery:
-        return Delivery(
-            stream=body.stream,
-            include_usage=body.include_usage,
-            keepalive_s=self._settings.keepalive_s,
-            terms=agreed,
-        )
+        return Delivery(stream=body.stream, keepalive_s=self._settings.keepalive_s, terms=agreed)
 
 
 def _tokenize_body(value: dict[str, Any]) -> TokenizeTextBody | TokenizeChatBody:

@@ -21,7 +21,7 @@ from planner.errors import RateLimited, RaycombError, Unauthenticated
 
 logger = logging.getLogger(__name__)
 
-METERED_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
+METERED_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"})
 """Where a key's limits hold."""
 
 

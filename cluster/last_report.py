@@ -28,6 +28,7 @@ class LastReport:
             num_cells=info.num_cells,
             max_prefill_tokens=info.max_prefill_tokens,
             max_num_seqs=info.max_num_seqs,
+            vector_size=info.vector_size if info.HasField("vector_size") else None,
         )
         return self._info
 

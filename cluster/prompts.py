@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from cluster.side_threads import SideThreads
 from cluster.text import TextModel
 from planner.errors import ContextLengthExceeded, InvalidRequest
-from protos.openai import ChatBody, CompletionBody, GenerationBody
+from protos.openai import ChatBody, CompletionBody, Prompt
+from protos.openai_embeddings import EmbeddingBody
 from protos.openai_messages import Conversation
 
 
@@ -30,23 +31,31 @@ class PromptEncoder:
 
     async def completion(self, body: CompletionBody, context: int) -> list[EncodedPrompt]:
         """The prompts of a text completion, in order. Raises `ContextLengthExceeded` where a text cannot fit."""
-        prompts = await self._completion(body, None if body.truncate_prompt_tokens is not None else context)
-        return [_truncated(prompt, body, context) for prompt in prompts]
+        truncates = body.truncate_prompt_tokens is not None
+        prompts = await self._given(body.prompt, body.add_special_tokens, None if truncates else context, "prompt")
+        return [_truncated(prompt, body.truncate_prompt_tokens, body.max_tokens or 1, context) for prompt in prompts]
 
-    async def _completion(self, body: CompletionBody, context: int | None) -> list[EncodedPrompt]:
-        given = body.prompt
+    async def inputs(self, body: EmbeddingBody, context: int) -> list[EncodedPrompt]:
+        """What vectors are wanted of, in order. Raises `ContextLengthExceeded` where a text cannot fit."""
+        truncates = body.truncate_prompt_tokens is not None
+        prompts = await self._given(body.input, body.add_special_tokens, None if truncates else context, "input")
+        return [_truncated(prompt, body.truncate_prompt_tokens, 0, context) for prompt in prompts]
+
+    async def _given(
+        self, given: Prompt, add_special_tokens: bool | None, context: int | None, param: str
+    ) -> list[EncodedPrompt]:
         if isinstance(given, str):
             given = [given]
-        special = body.add_special_tokens is not False
+        special = add_special_tokens is not False
         texts = [one for one in given if isinstance(one, str)]
         if texts:
             for text in texts:
-                self._refuse_hopeless(text, context, "prompt")
+                self._refuse_hopeless(text, context, param)
             return await self._threads.run(
                 sum(map(len, texts)), lambda: [self._encode_text(text, special=special) for text in texts]
             )
-        if body.add_special_tokens:
-            raise InvalidRequest("add_special_tokens needs a prompt of text", param="add_special_tokens")
+        if add_special_tokens:
+            raise InvalidRequest(f"add_special_tokens needs {param} to be text", param="add_special_tokens")
         lists = [one for one in given if isinstance(one, list)]
         return [EncodedPrompt(ids) for ids in lists or [[one for one in given if isinstance(one, int)]]]
 
@@ -55,7 +64,7 @@ class PromptEncoder:
         special = body.add_special_tokens is True
         limit = None if body.truncate_prompt_tokens is not None else context
         ids = await self.conversation(body, context=limit, add_special_tokens=special)
-        return _truncated(EncodedPrompt(ids), body, context)
+        return _truncated(EncodedPrompt(ids), body.truncate_prompt_tokens, body.max_tokens or 1, context)
 
     async def conversation(self, body: Conversation, *, context: int | None, add_special_tokens: bool) -> list[int]:
         """Token ids of a conversation's prompt. With `context`, one that cannot fit is refused before tokenising."""
@@ -111,9 +120,8 @@ class PromptEncoder:
             )
 
 
-def _truncated(prompt: EncodedPrompt, body: GenerationBody, context: int) -> EncodedPrompt:
-    """The prompt's last tokens, as many as `truncate_prompt_tokens` says; -1: as many as leave room for the answer."""
-    kept = body.truncate_prompt_tokens
+def _truncated(prompt: EncodedPrompt, kept: int | None, num_answer: int, context: int) -> EncodedPrompt:
+    """The prompt's last `kept` tokens; -1: as many as leave room for an answer of `num_answer` tokens."""
     if kept is None:
         return prompt
     if kept > context:
@@ -121,5 +129,5 @@ def _truncated(prompt: EncodedPrompt, body: GenerationBody, context: int) -> Enc
             f"truncate_prompt_tokens is {kept}; the context length is {context}", param="truncate_prompt_tokens"
         )
     if kept == -1:
-        kept = max(1, context - max(1, body.max_tokens or 1))
+        kept = max(1, context - num_answer)
     return prompt if len(prompt.ids) <= kept else EncodedPrompt(prompt.ids[-kept:])

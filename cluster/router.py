@@ -36,6 +36,7 @@ class WorkerInfo:
     num_cells: int
     max_prefill_tokens: int
     max_num_seqs: int
+    vector_size: int | None = None
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from cluster.checkpoints import name_on_every_node, resolve
 from cluster.config import ServiceConfig, service_config
 from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
 from cluster.front import DEFAULT_GRPC_PORT, Front, check_port, choose_front, choose_grpc_port, front_environment
+from cluster.gguf_metadata import read_gguf_metadata
 from cluster.terminal import report
 from cluster.text import load_text
 from planner.errors import InvalidConfiguration
@@ -77,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="YAML with hashes of keys, their tenants and limits; see `raycomb keys`",
     )
+    parser.add_argument(
+        "--batch-store",
+        metavar="FOLDER",
+        help="where files and batches of /v1/files and /v1/batches are kept; without it there are none",
+    )
     parser.add_argument("--data-plane-host", metavar="ADDRESS", help="where workers listen for gateways")
     parser.add_argument(
         "--data-plane-tls",
@@ -130,6 +136,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         "http": {
             "served_model_names": args.served_model_name or (),
             "api_keys": args.api_key or (),
+            "batch_store": None if args.batch_store is None else str(Path(args.batch_store).absolute()),
             "keys": () if args.api_keys_file is None else read_keys(args.api_keys_file),
         },
         "num_gateways": args.num_gateways,
@@ -161,9 +168,7 @@ def _check_architecture(path: Path) -> None:
     if path.suffix == SUFFIX:
         read_metadata(path)
     elif path.suffix == ".gguf":
-        from worker.gguf_tensors import GgufTensors  # a library that no other command needs
-
-        check_gguf_architecture(GgufTensors(path).metadata.get("general.architecture"))
+        check_gguf_architecture(read_gguf_metadata(path).get("general.architecture"))
     else:
         read_config(path)
 

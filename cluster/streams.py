@@ -70,6 +70,7 @@ class Streams:
                 context=min(info.context for info in infos),
                 capacity=min(info.num_cells for info in infos),
                 max_num_seqs=min(info.max_num_seqs for info in infos),
+                vector_size=infos[0].vector_size,  # workers of one model have the same
             )
         return self._last_model
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from planner.limits import Limits
 from planner.memory import Memory
 from planner.metrics import Metrics
-from planner.request import TokenArray
+from planner.request import Pooling, TokenArray
 from planner.sequence import Sequence
 from planner.slices import plan_slices
 from planner.step import Chunk, Step
@@ -74,6 +74,7 @@ def _chunk(sequence: Sequence, length: int, memory: Memory) -> Chunk:
         history=_history(sequence, end) if samples else None,
         num_prompt=num_prompt - request.num_generated,
         masked=request.stop_token_ids if samples and end - num_prompt < request.min_tokens else _NOTHING,
+        pooling=request.pooling if end == num_prompt or request.pooling is Pooling.MEAN else None,
     )
 
 

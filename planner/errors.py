@@ -78,6 +78,18 @@ class UnknownSession(RequestRefused):
     code = "session_not_found"
 
 
+class UnknownFile(RequestRefused):
+    """No such file is kept, or it is somebody else's."""
+
+    code = "file_not_found"
+
+
+class UnknownBatch(RequestRefused):
+    """No such batch is known, or it is somebody else's."""
+
+    code = "batch_not_found"
+
+
 class SessionBusy(RequestRefused):
     """The session has a generation, and takes one at a time."""
 

@@ -84,6 +84,7 @@ def request_to_json(request: Request) -> Line:
         "n": request.n,
         "priority": request.priority,
         "prompt_logprobs": request.prompt_logprobs,
+        "pooling": None if request.pooling is None else request.pooling.value,
         "num_generated": request.num_generated,
         "tenant": request.tenant,
     }

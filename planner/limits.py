@@ -26,6 +26,7 @@ class Limits:
       taken beyond that when none waits. `max_steps_in_flight`: steps planned and not yet committed, 1 or 2.
     * `swap_blocks`: blocks of host memory for preempted sequences, of `swap_block_cells` cells each; without any they
       recompute. `min_swapped_cells`: a sequence that holds fewer alone recomputes anyway.
+    * `pools`: whether the program gives vectors of prompts.
     * `tenant_weights`: what tenants get in proportion to each other; those that are not named weigh 1.
     """
 
@@ -45,6 +46,7 @@ class Limits:
     swap_blocks: int = 0
     swap_block_cells: int = SWAP_BLOCK_CELLS
     min_swapped_cells: int = 64
+    pools: bool = False
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -51,7 +51,7 @@ class Memory:
                 return self._bring_back(sequence, copy, resident, promised, certain=certain)
             self.discard_copy(sequence)
         tokens = sequence.tokens.view()
-        looks_up = self._caching and not sequence.family.owes_prompt_logprobs(sequence)
+        looks_up = self._caching and not sequence.family.needs_every_row(sequence)
         matched: CellArray = self.prefixes.match(tokens) if looks_up else np.empty(0, np.int32)
         room = self.room - promised - int(np.count_nonzero(self.table.unowned(matched)))
         if not certain and room < len(tokens) - len(matched) + sequence.num_slots:

@@ -228,6 +228,8 @@ class Planner:
         """Take what a chunk gave, and add the sequence's news, and that of those it ends, to `updates`."""
         family, token = sequence.family, output.token
         sequence.num_computed = chunk.start + chunk.length
+        if output.pooled is not None:
+            sequence.pool(chunk.start, output.pooled)
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         forked: list[Update] = []
         if chunk.start < sequence.num_prompt:
@@ -258,6 +260,7 @@ class Planner:
                 prompt_logprobs=prompt_logprobs,
                 num_cached_tokens=family.num_cached_tokens or 0,
                 finish_reason=reason,
+                vector=sequence.vector if reason is not None else (),
             )
         )
         updates += forked

@@ -18,7 +18,7 @@ from planner.errors import InvalidStepLog, RaycombError, RequestFailed, error_fr
 from planner.journal import FORMAT, Line, limits_from_json, step_to_json
 from planner.limits import Limits, Snapshot
 from planner.planner import Planner
-from planner.request import Request, SamplingParams, TokenLogprobs
+from planner.request import Pooling, Request, SamplingParams, TokenLogprobs
 from planner.step import Chunk, ChunkOutput, Step, StepResult
 
 
@@ -106,11 +106,12 @@ class _Life:
 
 
 def _outcome(chunk: Chunk, outcome: int | str | None) -> ChunkOutput | RequestFailed:
-    """Log probabilities are not recorded; others stand for them, since the planner only counts them."""
+    """Log probabilities and vectors are not recorded; others stand for them, since the planner reads none."""
     if isinstance(outcome, str):
         return _failure(outcome)
     num_targets = 0 if chunk.prompt_targets is None else len(chunk.prompt_targets)
-    return ChunkOutput(outcome, None, (TokenLogprobs(0, 0.0),) * num_targets)
+    pooled = None if chunk.pooling is None else np.zeros(1, np.float32)
+    return ChunkOutput(outcome, None, (TokenLogprobs(0, 0.0),) * num_targets, pooled)
 
 
 def _failure(code: str) -> RequestFailed:
@@ -120,6 +121,7 @@ def _failure(code: str) -> RequestFailed:
 
 def _request(value: Line) -> Request:
     sampling = value["sampling"]
+    pooling = value.get("pooling")  # records of older versions have none
     bias = tuple((token, by) for token, by in sampling["logit_bias"])
     return Request(
         **value
@@ -127,5 +129,6 @@ def _request(value: Line) -> Request:
             "prompt": np.array(value["prompt"], np.int64),
             "sampling": SamplingParams(**sampling | {"logit_bias": bias}),
             "stop_token_ids": frozenset(value["stop_token_ids"]),
+            "pooling": None if pooling is None else Pooling(pooling),
         }
     )

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from planner.errors import InvalidRequest, RaycombError
 
 TokenArray = npt.NDArray[np.int64]
+Vector = npt.NDArray[np.float32]
 CellArray = npt.NDArray[np.int32]
 
 MAX_TOP_LOGPROBS = 20
@@ -26,6 +27,13 @@ class FinishReason(Enum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     FAILED = "failed"
+
+
+class Pooling(Enum):
+    """What of a prompt's hidden states, behind the last norm, becomes its one vector: the last one, or their mean."""
+
+    LAST = "last"
+    MEAN = "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,8 @@ class Request:
     """One request: a prompt, and `n` sequences that share it.
 
     `prompt` int64[num_prompt]. `max_tokens` counts generated tokens of each sequence; 0 is allowed only together with
-    `prompt_logprobs` (nothing is then sampled). `stop_token_ids` end a sequence and are delivered; they are masked
+    `prompt_logprobs` or `pooling` (nothing is then sampled). `pooling` asks for a vector of the prompt and for nothing
+    else: `n` is 1 and `max_tokens` 0. `stop_token_ids` end a sequence and are delivered; they are masked
     until `min_tokens` tokens were generated. Lower `priority` runs first.
 
     A request may continue a sequence that ran elsewhere: the last `num_generated` tokens of the prompt are then that
@@ -104,6 +113,7 @@ class Request:
     n: int = 1
     priority: int = 0
     prompt_logprobs: bool = False
+    pooling: Pooling | None = None
     num_generated: int = 0
     tenant: str = ""
     deadline: float | None = None
@@ -114,7 +124,10 @@ class Request:
             raise InvalidRequest("the prompt must be one list of token ids, all integers", param="prompt")
         if len(self.prompt) == 0:
             raise InvalidRequest("the prompt is empty; it needs at least one token", param="prompt")
-        _in_range("max_tokens", self.max_tokens, 0 if self.prompt_logprobs else 1, 2**31 - 1)
+        if self.pooling is not None and (self.max_tokens > 0 or self.n > 1 or self.prompt_logprobs):
+            raise InvalidRequest("a request for a vector has max_tokens = 0, n = 1 and nothing else", param="pooling")
+        says_nothing = self.prompt_logprobs or self.pooling is not None
+        _in_range("max_tokens", self.max_tokens, 0 if says_nothing else 1, 2**31 - 1)
         _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _in_range("n", self.n, 1, 2**16)
         _in_range("priority", self.priority, -(2**31), 2**31 - 1)
@@ -133,7 +146,10 @@ class TokenLogprobs:
 
 
 class Update(NamedTuple):
-    """News of one sequence after one step. The last one of a sequence, and only it, has a `finish_reason`."""
+    """News of one sequence after one step. The last one of a sequence, and only it, has a `finish_reason`.
+
+    `vector` float32[hidden size], as plain numbers: with the last one of a sequence that was to be pooled; else empty.
+    """
 
     request_id: int
     index: int  # type: ignore[assignment]  # a tuple's own method of that name is nothing to an update
@@ -143,6 +159,7 @@ class Update(NamedTuple):
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: RaycombError | None = None
+    vector: tuple[float, ...] = ()
 
 
 def sequence_seed(seed: int, index: int) -> int:

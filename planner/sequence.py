@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.growable import Growable
-from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, sequence_seed
+from planner.request import FinishReason, Pooling, Request, SamplingParams, TokenLogprobs, Vector, sequence_seed
 from planner.swap import HostCopy
 
 
@@ -37,7 +37,8 @@ class Sequence:
     `tokens` int64: prompt and what was generated, as far as the host knows. The last sampled token is pending: it is
     in `tokens` but not in a cell until it is fed. Of the positions, [0, num_computed) are committed to cells and
     [0, num_planned) are in a committed or planned step. `cells_id` names the cell list while the sequence runs.
-    `host_copy`: of the cells it had when it was preempted, until they are copied back.
+    `host_copy`: of the cells it had when it was preempted, until they are copied back. `pooled`: of the positions that
+    are committed, where a vector is wanted.
     """
 
     family: Family
@@ -52,6 +53,7 @@ class Sequence:
     num_in_flight: int = 0
     finish_reason: FinishReason | None = None
     host_copy: HostCopy | None = None
+    pooled: Vector | None = None
 
     @property
     def order(self) -> tuple[int, bool, int, int]:
@@ -104,6 +106,19 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_generated >= request.max_tokens else None
 
+    def pool(self, start: int, pooled: Vector) -> None:
+        """Take what a committed chunk from position `start` on gave; one from 0 on begins anew."""
+        adds = self.pooled is not None and start > 0 and self.family.request.pooling is Pooling.MEAN
+        self.pooled = self.pooled + pooled if adds and self.pooled is not None else pooled
+
+    @property
+    def vector(self) -> tuple[float, ...]:
+        """Of the whole prompt, once it is committed; empty where none is wanted."""
+        if self.pooled is None:
+            return ()
+        divisor = self.num_prompt if self.family.request.pooling is Pooling.MEAN else 1
+        return tuple((self.pooled / np.float32(divisor)).tolist())
+
     def start(self, cells_id: int, num_cached: int) -> None:
         """Begin to run on a cell list that already holds `num_cached` tokens."""
         self.cells_id = cells_id
@@ -150,6 +165,10 @@ class Family:
         )
         self.live[index] = sequence
         return sequence
+
+    def needs_every_row(self, sequence: Sequence) -> bool:
+        """Whether the sequence cannot start on a resident prefix, since its forward has something to tell."""
+        return self.request.pooling is Pooling.MEAN or self.owes_prompt_logprobs(sequence)
 
     def owes_prompt_logprobs(self, sequence: Sequence) -> bool:
         """Whether prompt log probabilities are still to be computed, by this sequence."""

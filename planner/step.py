@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from planner.errors import RequestFailed
-from planner.request import CellArray, SamplingParams, TokenArray, TokenLogprobs
+from planner.request import CellArray, Pooling, SamplingParams, TokenArray, TokenLogprobs, Vector
 from planner.slices import Slice
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class Chunk(NamedTuple):
       first `num_prompt` of them are the prompt. Where only a grammar needs it, a token that the host does not know yet
       is missing at its end.
     * `masked` ids that may not be drawn here (stop tokens before `min_tokens`).
+    * `pooling`: wanted is the hidden state of the last row (LAST), or the sum of those of all rows (MEAN), each behind
+      the last norm.
     """
 
     sequence_id: int
@@ -45,6 +47,7 @@ class Chunk(NamedTuple):
     history: TokenArray | None = None
     num_prompt: int = 0
     masked: frozenset[int] = frozenset()
+    pooling: Pooling | None = None
 
 
 class SwapOut(NamedTuple):
@@ -84,11 +87,13 @@ class Step:
 
 
 class ChunkOutput(NamedTuple):
-    """What one chunk gave. `token` is None iff the chunk did not sample. `logprobs` only where asked for."""
+    """What one chunk gave. `token` is None iff the chunk did not sample. `logprobs` only where asked for; `pooled`
+    float32[hidden size] iff the chunk pools."""
 
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    pooled: Vector | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,8 @@ def check_result(step: Step, result: StepResult, vocab_size: int) -> None:
                 f"sequence {chunk.sequence_id} of step {step.number} has token id {token}, "
                 f"and the vocabulary is [0, {vocab_size})"
             )
+        if (outcome.pooled is not None) != (chunk.pooling is not None):
+            raise ValueError(f"sequence {chunk.sequence_id} of step {step.number} was pooled unasked, or was not")
         num_targets = 0 if chunk.prompt_targets is None else len(chunk.prompt_targets)
         if len(outcome.prompt_logprobs) != num_targets:
             raise ValueError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from cluster.fleet import ServedModel, WorkerReport
 from cluster.router import Predictions
 from planner.errors import RequestFailed, RequestRefused
-from planner.request import FinishReason, Request, TokenLogprobs, Update
+from planner.request import FinishReason, Pooling, Request, TokenLogprobs, Update
 
 Script = Callable[[Request, int], Sequence[int]]
 
@@ -82,6 +82,9 @@ class FakeGeneration:
             failed, self.live = sorted(self.live), set()
             return [self._update(i, (), FinishReason.FAILED, failure[1]) for i in failed]
         self._steps += 1
+        if self.request.pooling is not None:
+            self.live.clear()
+            return [Update(self._number, 0, finish_reason=FinishReason.LENGTH, vector=fake_vector(self.request))]
         return [self._step(index) for index in sorted(self.live)]
 
     def cancel(self, indices: Collection[int] | None = None) -> None:
@@ -113,6 +116,14 @@ class FakeGeneration:
             ids = [int(token) for token in self.request.prompt]
             prompt = (TokenLogprobs(ids[0], None), *(score(token, alternatives or 0) for token in ids[1:]))
         return Update(self._number, index, tokens, scores, prompt, self._fleet.num_cached, reason, error)
+
+
+def fake_vector(request: Request) -> tuple[float, ...]:
+    """A test can tell by it of which tokens and how it was made."""
+    tokens = request.prompt.tolist()
+    if request.pooling is Pooling.LAST:
+        return (float(tokens[-1]), float(len(tokens)), 1.0, 2.0)
+    return (sum(tokens) / len(tokens), float(len(tokens)), -1.0, -2.0)
 
 
 def score(token: int, alternatives: int) -> TokenLogprobs:

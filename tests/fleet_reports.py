@@ -27,3 +27,10 @@ def reports() -> tuple[WorkerReport, WorkerReport]:
         WorkerReport(infos[0], Snapshot(100, 50, 25, 25, 3, 1, 70, 9), draining=False, totals=busy),
         WorkerReport(infos[1], Snapshot(100, 100, 0, 0, 0, 0, 0, 0), draining=True, totals=Totals()),
     )
+
+
+def reports_of(num_seqs: int, num_running: int = 0, num_waiting: int = 0) -> tuple[WorkerReport]:
+    """One worker that takes `num_seqs` sequences at once."""
+    info = WorkerInfo("w1", "tiny", 100, 64, 100, 8, num_seqs)
+    snapshot = Snapshot(100, 100, 0, 0, num_running, num_waiting, 0, 0)
+    return (WorkerReport(info, snapshot, draining=False, totals=Totals()),)

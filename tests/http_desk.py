@@ -23,7 +23,9 @@ from tests.tiny_text import EOS, tiny_text
 
 TEXT = tiny_text()
 VOCAB = TEXT.vocab_size
-MODEL = ServedModel(name="tiny", created=1700000000, vocab_size=VOCAB, context=64, capacity=256, max_num_seqs=8)
+MODEL = ServedModel(
+    name="tiny", created=1700000000, vocab_size=VOCAB, context=64, capacity=256, max_num_seqs=8, vector_size=4
+)
 PROMPT = {"prompt": "hello", "max_tokens": 8}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 

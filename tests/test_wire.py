@@ -25,7 +25,7 @@ from planner.errors import (
     WorkerLost,
 )
 from planner.limits import Snapshot
-from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, Update
+from planner.request import FinishReason, Pooling, Request, SamplingParams, TokenLogprobs, Update
 from protos import worker_pb2 as pb
 from worker import wire
 
@@ -61,6 +61,11 @@ requests = st.builds(
     tenant=st.text(st.characters(exclude_categories=["Cs"]), max_size=64),
 ).flatmap(
     lambda request: st.integers(0, len(request.prompt) - 1).map(lambda k: dataclasses.replace(request, num_generated=k))
+) | st.builds(
+    Request,
+    prompt=st.lists(token_ids, min_size=1, max_size=50).map(lambda ids: np.array(ids, dtype=np.int64)),
+    max_tokens=st.just(0),
+    pooling=st.sampled_from(Pooling),
 )
 token_logprobs = st.builds(
     TokenLogprobs,
@@ -89,6 +94,7 @@ updates = st.builds(
     num_cached_tokens=counts,
     finish_reason=st.none() | st.sampled_from(FinishReason),
     error=st.none() | failures,
+    vector=st.lists(st.floats(width=32, allow_nan=False), max_size=4).map(tuple),
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.request import TokenArray
+from planner.request import Pooling, TokenArray
 from planner.slices import Method, Slice, pad_selector
 from planner.step import Chunk
 
@@ -34,6 +34,14 @@ class Piece:
     @property
     def sampled_row(self) -> int | None:
         return self.row + self.length - 1 if self.chunk.samples and self.ends_chunk else None
+
+    @property
+    def pooled_rows(self) -> range:
+        """Rows whose hidden states make up the chunk's share of a vector."""
+        end = self.row + self.length
+        if self.chunk.pooling is Pooling.MEAN:
+            return range(self.row, end)
+        return range(end - 1, end) if self.chunk.pooling is Pooling.LAST and self.ends_chunk else range(0)
 
     @property
     def target_rows(self) -> range:

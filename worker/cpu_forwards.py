@@ -63,7 +63,8 @@ class CpuForwards:
         use_threads_of_torch()
         cells = [piece.chunk.cells[: piece.start + 1] for piece in batch.pieces]
         hidden = self._decode(torch.from_numpy(batch.tokens), batch.positions, cells)
-        return _Logits(self._logits(hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64))), wanted)
+        logits = self._logits(hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64)))
+        return _Logits(logits, wanted, hidden, self._decoder)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         self._num_beats += 1
@@ -109,11 +110,16 @@ class CpuForwards:
 class _Logits:
     """Logits of the rows that were wanted, computed already."""
 
-    def __init__(self, logits: Tensor, wanted: Sequence[int]) -> None:
+    def __init__(self, logits: Tensor, wanted: Sequence[int], hidden: Tensor, decoder: Decoder) -> None:
         self._logits = logits
         self._wanted = list(wanted)
+        self._hidden = hidden
+        self._decoder = decoder
 
     def rows(self, rows: Sequence[int]) -> Tensor:
         if list(rows) == self._wanted:
             return self._logits
         return self._logits.index_select(0, torch.tensor([self._wanted.index(row) for row in rows]))
+
+    def normed(self, first: int, end: int) -> Tensor:
+        return self._decoder.normed(self._hidden[first:end])

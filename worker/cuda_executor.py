@@ -201,12 +201,15 @@ class CudaExecutor:
         drawing = [(piece, row) for piece in batch.pieces if (row := piece.sampled_row) is not None]
         drawn_rows = selector([row for _, row in drawing], piece_of.method, self._info.min_prefill_tokens)
         target_rows = [row for piece in batch.pieces for row in piece.target_rows]
+        pooled_rows = [row for piece in batch.pieces for row in piece.pooled_rows]
         try:
-            hidden = self._forward(batch, [*drawn_rows, *target_rows])
+            hidden = self._forward(batch, [*drawn_rows, *target_rows, *pooled_rows])
             if drawing:
                 self._draw_rows([piece for piece, _ in drawing], hidden[: len(drawn_rows)], run)
             if target_rows:
                 self._score_prompts(batch.pieces, hidden[len(drawn_rows) :], run)
+            if pooled_rows:
+                self._pool(batch.pieces, hidden[len(drawn_rows) + len(target_rows) :], run)
         except torch.OutOfMemoryError as error:
             run.fail((piece.index for piece in batch.pieces), f"the forward did not fit into the GPU's memory: {error}")
             self._failed.update(piece.chunk.sequence_id for piece in batch.pieces)
@@ -275,6 +278,14 @@ class CudaExecutor:
                     break
                 run.score_prompt(piece.index, token_logprobs(logits, targets, [num_top] * len(targets)))
             at += len(piece.targets)
+
+    def _pool(self, pieces: Sequence[Piece], hidden: Tensor, run: StepRun) -> None:
+        """`hidden` has the rows of all pieces that pool, in order."""
+        at = 0
+        for piece in pieces:
+            if num_rows := len(piece.pooled_rows):
+                run.pool(piece.index, self._decoder.normed(hidden[at : at + num_rows]).float().sum(dim=0))
+                at += num_rows
 
     # Both.
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from planner.errors import ForwardFailed, RequestFailed
-from planner.request import TokenLogprobs
+from planner.request import TokenLogprobs, Vector
 from planner.step import Chunk, ChunkOutput
 from worker.decode_state import PendingTokens
 from worker.logprobs import token_logprobs
@@ -33,6 +34,7 @@ class StepRun:
         self.drawn: list[Drawn] = []
         self._errors: dict[int, RequestFailed] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._pooled: dict[int, Tensor] = {}
 
     def is_whole(self, index: int) -> bool:
         """Whether no forward that held the chunk has failed."""
@@ -59,6 +61,11 @@ class StepRun:
         """Further log probabilities of a chunk's prompt tokens, in order."""
         self._prompt_logprobs.setdefault(index, []).extend(scores)
 
+    def pool(self, index: int, share: Tensor) -> None:
+        """What a further forward has of a chunk's vector, float32[E] on the device."""
+        before = self._pooled.get(index)
+        self._pooled[index] = share if before is None else before + share
+
     def outcomes(self) -> list[ChunkOutput | RequestFailed]:
         """One a chunk. Waits until the tokens are here."""
         if len(self.drawn) == 1 and len(self.drawn[0].indices) == len(self.chunks) and not self._errors:
@@ -70,7 +77,12 @@ class StepRun:
         scores: dict[int, TokenLogprobs] = {}
         for drawn in self.drawn:
             self._read(drawn, tokens, scores)
-        return [self._errors.get(index) or self._output(index, tokens, scores) for index in range(len(self.chunks))]
+        vectors = {index: pooled.cpu().numpy() for index, pooled in self._pooled.items()}  # waits for the device
+        bad = [index for index, vector in vectors.items() if not np.isfinite(vector).all()]
+        self.fail(bad, "the forward gave hidden states that are not finite")
+        return [
+            self._errors.get(index) or self._output(index, tokens, scores, vectors) for index in range(len(self.chunks))
+        ]
 
     def _read(self, drawn: Drawn, tokens: dict[int, int], scores: dict[int, TokenLogprobs]) -> None:
         drawn.pending.wait()
@@ -84,6 +96,8 @@ class StepRun:
             found = token_logprobs(drawn.logits, [rows[row] for row in drawn.scored], num_top)
             scores.update(zip(indices, found, strict=True))
 
-    def _output(self, index: int, tokens: dict[int, int], scores: dict[int, TokenLogprobs]) -> ChunkOutput:
+    def _output(
+        self, index: int, tokens: dict[int, int], scores: dict[int, TokenLogprobs], vectors: dict[int, Vector]
+    ) -> ChunkOutput:
         prompt_logprobs = tuple(self._prompt_logprobs.get(index, ()))
-        return ChunkOutput(tokens.get(index), scores.get(index), prompt_logprobs)
+        return ChunkOutput(tokens.get(index), scores.get(index), prompt_logprobs, vectors.get(index))

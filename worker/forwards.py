@@ -27,6 +27,12 @@ class SelectedLogits(Protocol):
         """float32[len(rows), vocab_size] of rows of the forward, each of which was among those wanted."""
         ...
 
+    def normed(self, first: int, end: int) -> Tensor:
+        """[end - first, E], whether wanted or not: the rows behind the last norm.
+
+        Raises `RuntimeError` where the program keeps them to itself, which then has no `vector_size`."""
+        ...
+
 
 class Forwards(Protocol):
     """Runs forwards over one pool. Owner and only caller: the executor, in torch's inference mode."""
@@ -101,6 +107,9 @@ class _Hidden:
             return self._decoder.logits(self._hidden)
         chosen = torch.tensor(rows, dtype=torch.int64, device=self._hidden.device)
         return self._decoder.logits(self._hidden.index_select(0, chosen))
+
+    def normed(self, first: int, end: int) -> Tensor:
+        return self._decoder.normed(self._hidden[first:end])
 
 
 def spans_of(batch: Batch) -> list[Span]:

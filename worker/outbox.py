@@ -181,4 +181,5 @@ def merged(before: Update, after: Update) -> Update:
         num_cached_tokens=max(before.num_cached_tokens, after.num_cached_tokens),
         finish_reason=after.finish_reason,
         error=after.error,
+        vector=after.vector,
     )

@@ -41,11 +41,13 @@ class _ChunkRun:
         self.token: int | None = None
         self.logprobs: TokenLogprobs | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.pooled: Tensor | None = None  # float32[E]
         self.error: RequestFailed | None = None
 
     @property
     def outcome(self) -> ChunkOutput | RequestFailed:
-        return self.error or ChunkOutput(self.token, self.logprobs, tuple(self.prompt_logprobs))
+        pooled = None if self.pooled is None else self.pooled.cpu().numpy()
+        return self.error or ChunkOutput(self.token, self.logprobs, tuple(self.prompt_logprobs), pooled)
 
 
 class TorchExecutor:
@@ -131,6 +133,7 @@ class TorchExecutor:
             logits = self._forwards.run(batch, piece_of.method, _wanted(batch))
             self._sample(batch, piece_of, logits, runs)
             self._score_prompts(batch, logits, runs)
+            _pool(batch, logits, runs)
         except (RuntimeError, IndexError, MemoryError) as error:  # what torch raises for a forward's own fault
             for piece in batch.pieces:
                 runs[piece.index].error = ForwardFailed(f"the forward failed: {error}")
@@ -177,6 +180,19 @@ class TorchExecutor:
             return
         targets = piece.targets[first : first + _LOGPROB_ROWS].tolist()
         run.prompt_logprobs += token_logprobs(logits, targets, [piece.chunk.sampling.logprobs or 0] * len(rows))
+
+
+def _pool(batch: Batch, selected: SelectedLogits, runs: list[_ChunkRun]) -> None:
+    """Add to each chunk that pools what this forward has of it."""
+    for piece in batch.pieces:
+        rows, run = piece.pooled_rows, runs[piece.index]
+        if not rows or run.error is not None:
+            continue
+        share = selected.normed(rows.start, rows.stop).float().sum(dim=0)
+        if not bool(share.isfinite().all()):
+            run.error = ForwardFailed("the forward gave hidden states that are not finite")
+            continue
+        run.pooled = share if run.pooled is None else run.pooled + share
 
 
 def _wanted(batch: Batch) -> list[int]:

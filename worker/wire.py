@@ -14,7 +14,7 @@ import numpy as np
 from planner.blocks import BlockChanges
 from planner.errors import DeadlineUnmeetable, InvalidRequest, QueueFull, RaycombError, RequestRefused, error_from_code
 from planner.limits import Snapshot
-from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, Update
+from planner.request import FinishReason, Pooling, Request, SamplingParams, TokenLogprobs, Update
 from protos import worker_pb2 as pb
 
 SECRET_METADATA = "x-raycomb-secret"
@@ -45,6 +45,13 @@ TO_WIRE = {
 }
 FROM_WIRE = {wire: reason for reason, wire in TO_WIRE.items()}
 
+POOLING_TO_WIRE = {
+    None: pb.POOLING_NONE,
+    Pooling.LAST: pb.POOLING_LAST,
+    Pooling.MEAN: pb.POOLING_MEAN,
+}
+POOLING_FROM_WIRE = {wire: pooling for pooling, wire in POOLING_TO_WIRE.items()}
+
 
 def request_to_proto(request_id: int, request: Request) -> pb.Submit:
     """Raises `InvalidRequest` for a token id that does not fit in 32 bits; the planner checks the vocabulary."""
@@ -65,6 +72,7 @@ def request_to_proto(request_id: int, request: Request) -> pb.Submit:
         tenant=request.tenant,
         timeout_ms=None if request.deadline is None else _milliseconds(request.deadline - time.monotonic()),
         traceparent=request.trace,
+        pooling=POOLING_TO_WIRE[request.pooling],
     )
 
 
@@ -72,6 +80,8 @@ def request_from_proto(submit: pb.Submit) -> Request:
     """The request of a `Submit` that came now. Raises `InvalidRequest` for what no planner would take."""
     if not submit.HasField("sampling"):
         raise InvalidRequest("the request has no sampling parameters", param="sampling")
+    if submit.pooling not in POOLING_FROM_WIRE:
+        raise InvalidRequest(f"pooling {submit.pooling} is not known here", param="pooling")
     return Request(
         prompt=np.array(submit.prompt, dtype=np.int64),
         max_tokens=submit.max_tokens,
@@ -85,6 +95,7 @@ def request_from_proto(submit: pb.Submit) -> Request:
         tenant=submit.tenant,
         deadline=time.monotonic() + submit.timeout_ms / 1000 if submit.HasField("timeout_ms") else None,
         trace=submit.traceparent,
+        pooling=POOLING_FROM_WIRE[submit.pooling],
     )
 
 
@@ -104,6 +115,8 @@ def update_to_proto(request_id: int, update: Update | RequestRefused) -> pb.Sequ
         message.logprobs.extend(map(_logprobs_to_proto, update.logprobs))
     if update.prompt_logprobs:
         message.prompt_logprobs.extend(map(_logprobs_to_proto, update.prompt_logprobs))
+    if update.vector:
+        message.vector.extend(update.vector)
     if update.finish_reason is not None:
         message.finish_reason = TO_WIRE[update.finish_reason]
     if update.error is not None:
@@ -129,6 +142,7 @@ def update_from_proto(message: pb.SequenceUpdate) -> Update | RequestRefused:
         num_cached_tokens=message.num_cached_tokens,
         finish_reason=None if going_on else FROM_WIRE.get(message.finish_reason, FinishReason.FAILED),
         error=error_from_proto(message.error) if message.HasField("error") else None,
+        vector=tuple(message.vector),
     )
 
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from protos import openai, openai_answers, openai_sessions
+from protos import (
+    openai,
+    openai_answers,
+    openai_embeddings,
+    openai_response_answers,
+    openai_responses,
+    openai_sessions,
+)
 from protos.openai_answers import Answer
+from protos.openai_batches import Batch, BatchBody, BatchList, FileCard, FileDeleted, FileList
 from protos.openai_body import Body
 
 
@@ -37,6 +45,29 @@ ENDPOINTS: Final = (
         (openai.ChatBody,),
         (openai_answers.ChatCompletion, openai_answers.ChatChunk),
     ),
+    Endpoint(
+        "POST",
+        "/v1/responses",
+        "answers a conversation in OpenAI's newer words; its stream is of named events",
+        (openai_responses.ResponsesBody,),
+        (openai_response_answers.Response,),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/embeddings",
+        "vectors of texts",
+        (openai_embeddings.EmbeddingBody,),
+        (openai_embeddings.EmbeddingList,),
+    ),
+    Endpoint("POST", "/v1/files", "keeps a file (multipart/form-data: `purpose` batch, and `file`)", (), (FileCard,)),
+    Endpoint("GET", "/v1/files", "the key's files (`limit`, `after`, `purpose`)", (), (FileList,)),
+    Endpoint("GET", "/v1/files/{file_id}", "one file", (), (FileCard,)),
+    Endpoint("DELETE", "/v1/files/{file_id}", "forgets it", (), (FileDeleted,)),
+    Endpoint("GET", "/v1/files/{file_id}/content", "its bytes"),
+    Endpoint("POST", "/v1/batches", "answers every line of a file in idle capacity", (BatchBody,), (Batch,)),
+    Endpoint("GET", "/v1/batches", "the key's batches (`limit`, `after`)", (), (BatchList,)),
+    Endpoint("GET", "/v1/batches/{batch_id}", "one batch", (), (Batch,)),
+    Endpoint("POST", "/v1/batches/{batch_id}/cancel", "ends it; what has an answer keeps it", (), (Batch,)),
     Endpoint("GET", "/v1/models", "the models that are served", (), (openai_answers.ModelList,)),
     Endpoint("GET", "/v1/models/{name}", "one of them", (), (openai_answers.ModelCard,)),
     Endpoint(

@@ -10,7 +10,7 @@ from cluster.errors import OUTCOMES
 from docs.site.endpoints import ENDPOINTS
 from docs.site.http_words import FIELDS
 from docs.site.tables import cell, table
-from protos import openai_answers
+from protos import openai_answers, openai_batches, openai_embeddings, openai_response_answers
 from protos.openai_answers import Answer
 from protos.openai_body import Body
 
@@ -89,11 +89,13 @@ def _answer(answer: type[Answer]) -> str:
 
 def _answers() -> list[type[Answer]]:
     """Those of all endpoints and what is inside them, in the order of the schema's file."""
-    return [
+    found = [
         kind
-        for kind in vars(openai_answers).values()
-        if isinstance(kind, type) and issubclass(kind, Answer) and kind is not Answer
+        for module in (openai_answers, openai_response_answers, openai_embeddings, openai_batches)
+        for kind in vars(module).values()
     ]
+    answers = [kind for kind in found if isinstance(kind, type) and issubclass(kind, Answer) and kind is not Answer]
+    return list(dict.fromkeys(answers))
 
 
 def _errors() -> str:

@@ -69,8 +69,11 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of selected rows: `hidden` [K, E] to float32[K, vocab_size]."""
-        normed = rms_norm(hidden, self.weights.final_norm, self.config.norm_eps)
-        return functional.linear(normed, self.weights.head).float()
+        return functional.linear(self.normed(hidden), self.weights.head).float()
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the model knows of each row: `hidden` [K, E] behind the last norm."""
+        return rms_norm(hidden, self.weights.final_norm, self.config.norm_eps)
 
     def _attention(
         self, index: int, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, attention: Attention

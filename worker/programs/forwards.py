@@ -121,6 +121,9 @@ class _Computed:
             return self._logits[: len(places)]
         return self._logits.index_select(0, torch.tensor(places, device=self._logits.device))
 
+    def normed(self, first: int, end: int) -> Tensor:
+        raise RuntimeError("the compiled methods of a program give logits alone")
+
 
 def _some(wanted: Sequence[int], num_rows: int) -> Sequence[int]:
     """A method computes at least one row: where nothing is wanted, its last, for nobody."""
