@@ -35,7 +35,7 @@ types: setup
 
 # What starts a service has the machine to itself, so that no wait is for somebody else's work.
 PYTEST := $(BIN)/python -m pytest --durations 15
-SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+SIDE_BY_SIDE := --numprocesses 2 --dist loadgroup
 
 test: setup lint types  ## ruff, mypy --strict and every test that this machine can run, but for the slow ones
 	$(PYTEST) -m "not cluster and not slow" $(SIDE_BY_SIDE)

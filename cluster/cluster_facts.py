@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Final
 
 from cluster.node_facts import NodeFacts, node_facts
@@ -31,7 +32,7 @@ def facts_of_cluster(
     except (ConnectionError, RuntimeError) as error:
         raise _no_answer(ray_address, error) from error
     try:
-        task = ray.remote(node_facts)
+        task = ray.remote(_facts_here)
         asked = {}
         for node_id, address in _live_nodes(num_nodes, wait_s).items():
             here = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -46,6 +47,13 @@ def facts_of_cluster(
         return facts
     finally:
         ray.shutdown()
+
+
+def _facts_here(model: str | None, ports: Collection[int]) -> NodeFacts:
+    """Runs in a task of the cluster."""
+    from cluster.shared_secret import secret_fingerprint
+
+    return replace(node_facts(model, ports), secret=secret_fingerprint())
 
 
 def _live_nodes(num_nodes: int, wait_s: float) -> dict[str, str]:

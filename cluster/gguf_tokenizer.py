@@ -13,8 +13,8 @@ from typing import Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from cluster.gguf_metadata import Value
 from planner.errors import InvalidCheckpoint, UnsupportedModel
+from worker.gguf_layout import Value
 
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4

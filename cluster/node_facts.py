@@ -36,7 +36,8 @@ class Gpu:
 class NodeFacts:
     """`versions` of Python and packages, None where one is missing. `busy_ports` are listened on by others.
 
-    `model_fault` is why the model cannot be read here; None: it can, or no model was asked about.
+    `model_fault` is why the model cannot be read here; None: it can, or no model was asked about. `secret` is the
+    fingerprint of what gateways and workers share, as this node reads it; None: there is none yet, or no cluster.
     """
 
     host: str
@@ -45,6 +46,7 @@ class NodeFacts:
     gpus: tuple[Gpu, ...]
     busy_ports: frozenset[int]
     model_fault: str | None
+    secret: str | None = None
 
 
 def node_facts(model: str | None, ports: Collection[int]) -> NodeFacts:

@@ -14,7 +14,6 @@ from cluster.checkpoints import name_on_every_node, resolve
 from cluster.config import ServiceConfig, service_config
 from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
 from cluster.front import DEFAULT_GRPC_PORT, Front, check_port, choose_front, choose_grpc_port, front_environment
-from cluster.gguf_metadata import read_gguf_metadata
 from cluster.terminal import report
 from cluster.text import load_text
 from planner.errors import InvalidConfiguration
@@ -168,7 +167,9 @@ def _check_architecture(path: Path) -> None:
     if path.suffix == SUFFIX:
         read_metadata(path)
     elif path.suffix == ".gguf":
-        check_gguf_architecture(read_gguf_metadata(path).get("general.architecture"))
+        from worker.gguf_tensors import GgufTensors  # a library that no other command needs
+
+        check_gguf_architecture(GgufTensors(path).metadata.get("general.architecture"))
     else:
         read_config(path)
 

@@ -6,6 +6,7 @@ at a new worker. Whoever reaches Ray's store owns the cluster anyway (`deploy/RE
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_initialized, _internal_kv_put
@@ -20,3 +21,11 @@ def cluster_secret() -> str | None:
         return None
     _internal_kv_put(KEY, secrets.token_hex(32), overwrite=False, namespace=NAMESPACE)
     return _internal_kv_get(KEY, namespace=NAMESPACE).decode()
+
+
+def secret_fingerprint() -> str | None:
+    """What tells one secret from another and is none itself; None while the cluster has none. Makes nothing."""
+    if not _internal_kv_initialized():  # type: ignore[no-untyped-call]
+        return None
+    secret: bytes | None = _internal_kv_get(KEY, namespace=NAMESPACE)
+    return None if secret is None else hashlib.sha256(secret).hexdigest()[:8]

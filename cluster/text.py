@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 
 from cluster.chat_template import ChatTemplate
 from cluster.detokeniser import Detokeniser, TokenBytes, detokenise
-from cluster.gguf_metadata import read_gguf_metadata
 from cluster.gguf_tokenizer import gguf_list, gguf_token, gguf_tokenizer
 from cluster.tool_formats import MARKS
 from planner.errors import InvalidCheckpoint
+from worker.gguf_layout import read_gguf_metadata
 from worker.programs.metadata import SUFFIX, text_files
 from worker.vocabulary import Vocabulary
 

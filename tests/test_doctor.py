@@ -45,7 +45,7 @@ def test_a_sound_cluster_has_no_failure_and_one_line_a_check() -> None:
     assert failed(found) == {}
     assert all(str(finding).startswith("ok   ") and "\n" not in str(finding) for finding in found)
     subjects = [finding.subject for finding in found]
-    assert subjects == ["nodes", *VERSIONS, "python age", "front", "gpus", "ports", "model"]
+    assert subjects == ["nodes", *VERSIONS, "python age", "front", "gpus", "ports", "secret", "model"]
 
 
 def test_workers_that_never_joined_are_a_failure_and_not_silence() -> None:
@@ -122,6 +122,7 @@ def test_what_is_missing_somewhere_is_told_with_what_to_do() -> None:
         (replace(NODE, gpus=(replace(GPU, driver="570.0"),)), "gpus"),
         (replace(NODE, gpus=()), "gpus"),
         (replace(NODE, busy_ports=frozenset({8000})), "ports"),
+        (replace(NODE, secret="1f2e3d4c"), "secret"),
         (replace(NODE, model_fault="there is no model"), "model"),
     ],
 )

@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(400)]
 WORKER = "ServeReplica:raycomb:Worker"
 PATIENCE_S = 150.0
 SAME_LOGPROB = 1e-4
+KILLED_WITHIN_S = 90.0
+"""Three health checks of 10 s, the service's time to drain and 5 s, and the raylet's patience: 45 s."""
 PROMPTS = (
     "The capital of France is",
     "1, 2, 3, 4, 5, 6,",
@@ -163,7 +165,7 @@ async def test_killed_workers_change_no_answer(
     await asyncio.to_thread(two_workers, smollm2_service)
 
 
-async def test_a_frozen_worker_changes_no_answer(
+async def test_a_frozen_worker_changes_no_answer_and_is_killed(
     smollm2_service: ServiceProcess, api_key: str, undisturbed: tuple[list[Answer], int]
 ) -> None:
     answers, num_events = undisturbed
@@ -176,6 +178,7 @@ async def test_a_frozen_worker_changes_no_answer(
 
     try:
         disturbed = await asyncio.wait_for(Clients(smollm2_service, api_key, disturb).ask_all(), PATIENCE_S)
+        await asyncio.to_thread(frozen.wait, KILLED_WITHIN_S)
     finally:
         if frozen.is_running():
             frozen.send_signal(signal.SIGCONT)

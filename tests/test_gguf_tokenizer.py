@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
-from cluster.gguf_metadata import read_gguf_metadata
 from cluster.gguf_tokenizer import gguf_tokenizer
 from cluster.text import TextModel, load_text
 from planner.errors import InvalidCheckpoint, UnsupportedModel
 from tests.tiny_text import MERGES, SPECIALS, TEMPLATE, tiny_text
+from worker.gguf_layout import read_gguf_metadata
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = [*SPECIALS, *ALPHABET, *("".join(pair) for pair in MERGES)]

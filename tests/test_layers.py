@@ -40,6 +40,8 @@ TORCH_FREE_WORKER = (
     "worker.config",
     "worker.engine",
     "worker.executor",
+    "worker.gguf_layout",
+    "worker.gguf_tensors",
     "worker.grammars",
     "worker.models.config",
     "worker.outbox",

@@ -188,7 +188,6 @@ def test_ray_down_ends_it_everywhere(service: RayUp) -> None:
     wait_until(lambda: not any(service.processes("raylet/raylet").values()), PATIENCE_S, "no raylet is left")
 
 
-@pytest.mark.slow
 def test_a_ray_up_that_finds_only_the_head_fails_and_says_who_is_missing(service: RayUp) -> None:
     for worker in service.workers:
         worker.kill()

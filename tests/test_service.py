@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import pytest
 from google.protobuf import json_format
 
 from protos import inference_pb2, inference_pb2_grpc
-from tests.service_process import ServiceProcess, running_service, tiny_checkpoint, wait_until
+from tests.service_process import ServiceProcess
 from tests.sse_events import events_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(290)]
@@ -110,25 +109,3 @@ async def test_only_the_doors_that_need_no_key_open_without_one(smollm2_service:
         refused = await client.post("/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 401
         assert refused.json()["error"]["type"] == "authentication_error"
-
-
-@pytest.mark.parametrize("words", ["starting Ray", "loading "])
-def test_ctrl_c_before_it_is_ready_ends_the_service_and_leaves_nothing(tmp_path: Path, words: str) -> None:
-    folder = tiny_checkpoint(tmp_path)
-    arguments = [str(folder), "--device", "cpu", "--host", "127.0.0.1", "--executor", "tests.served_fake:make_executor"]
-    with running_service(*arguments) as process:
-        process.wait_for_line(words, 60)
-        process.signal(signal.SIGINT)
-        assert process.wait(90) == 130
-        wait_until(lambda: not process.processes(), 10, "every process has ended")
-        assert not any("Traceback" in line for line in process.output), "".join(process.output)
-
-
-def test_weights_that_are_cut_off_end_the_command_with_one_line(smollm2_path: Path, tmp_path: Path) -> None:
-    with smollm2_path.open("rb") as whole:
-        (tmp_path / "cut.gguf").write_bytes(whole.read(50_000_000))
-    with running_service(str(tmp_path / "cut.gguf"), "--device", "cpu", "--host", "127.0.0.1") as process:
-        assert process.wait(180) == 2
-        wait_until(lambda: not process.processes(), 10, "every process has ended")
-        assert process.output[-1].startswith("raycomb: error: cut.gguf is not a readable GGUF file")
-        assert not any("Traceback" in line for line in process.output)

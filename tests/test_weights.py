@@ -18,6 +18,7 @@ from planner.errors import InvalidCheckpoint, InvalidConfiguration, UnsupportedM
 from tests.tiny_models import greedy_answer, save_tiny_model
 from tests.torch_rig import Rig, executor_of, load, request
 from worker.config import EngineConfig
+from worker.gguf_tensors import GgufTensors
 from worker.models.config import model_config
 from worker.models.rope import LinearScaling, YarnScaling
 from worker.models.rope_tables import inverse_frequencies, rope_tables
@@ -247,6 +248,30 @@ def test_gguf_holds_the_same_model(tmp_path: Path, name: str, architecture: str)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     rig = Rig(executor_of(program, 64))
     assert rig.answer([request(prompt, 10)]) == [[greedy_answer(model, prompt, 10)]]
+
+
+def test_a_gguf_is_laid_out_as_its_own_package_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_custom_alignment(128)
+    writer.add_tensor("odd", np.arange(15, dtype=np.float32).reshape(3, 5))
+    writer.add_tensor("half", np.arange(6, dtype=np.float16).reshape(1, 2, 3))
+    rows = np.linspace(-1, 1, 128, dtype=np.float32).reshape(2, 64)
+    writer.add_tensor(
+        "packed", gguf.quantize(rows, gguf.GGMLQuantizationType.Q4_1), raw_dtype=gguf.GGMLQuantizationType.Q4_1
+    )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = GgufTensors(path), gguf.GGUFReader(path)
+    assert ours.metadata["general.alignment"] == 128
+    assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors] == ["odd", "half", "packed"]
+    for tensor in theirs.tensors:
+        assert ours.tensors[tensor.name].offset == tensor.data_offset
+        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+        np.testing.assert_array_equal(ours.read(tensor.name), expected)
+        assert ours.read(tensor.name).shape == expected.shape == ours.tensors[tensor.name].shape
 
 
 def test_gguf_options_that_are_not_handled_are_refused_by_name(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from torch import Tensor
 
 from planner.errors import InvalidCheckpoint, UnsupportedModel
+from worker.gguf_tensors import GgufTensors
 from worker.models.config import ModelConfig, check_gguf_architecture
 from worker.models.rope import DivisorScaling, LinearScaling, Rope, RopeScaling, YarnScaling, yarn_magnitude
 
@@ -42,20 +42,16 @@ class GgufSource:
     """A `TensorSource` over one file, and the configuration it carries. Keeps the file mapped while it lives."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `InvalidCheckpoint` for a corrupt file, `UnsupportedModel` naming an option that is not handled."""
-        try:
-            reader = gguf.GGUFReader(path)
-            metadata = {
-                key: field.contents()
-                for key, field in reader.fields.items()
-                if not key.startswith(("tokenizer.", "GGUF.", "general."))
-            }
-            architecture = reader.fields["general.architecture"].contents()
-        except (ValueError, KeyError, IndexError, OSError, OverflowError) as error:
-            raise InvalidCheckpoint(f"{path.name} is not a readable GGUF file: {error}") from error
+        """Raises `InvalidCheckpoint` for a damaged file, `UnsupportedModel` naming an option that is not handled."""
         self._file_name = path.name
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.config = self._config(str(architecture), metadata)
+        self._file = GgufTensors(path)
+        self._tensors = self._file.tensors
+        metadata = {
+            key: value
+            for key, value in self._file.metadata.items()
+            if not key.startswith(("tokenizer.", "GGUF.", "general."))
+        }
+        self.config = self._config(str(self._file.metadata.get("general.architecture")), metadata)
         self._gguf_names = {_transformers_name(n): n for n in self._tensors if n != _FREQUENCY_DIVISORS}
 
     def names(self) -> Collection[str]:
@@ -72,12 +68,8 @@ class GgufSource:
         return tensor
 
     def _dequantised(self, gguf_name: str) -> Tensor:
-        tensor = self._tensors[gguf_name]
-        try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        except (NotImplementedError, ValueError) as error:
-            raise InvalidCheckpoint(f"tensor {gguf_name} of {self._file_name} cannot be read: {error}") from error
-        # The reader's array is read-only where nothing was quantised, and torch wants one it may write to.
+        values = self._file.read(gguf_name)
+        # What was not quantised is the file itself, read-only, and torch wants an array that it may write to.
         return torch.from_numpy(np.array(values, dtype=np.float32, copy=not values.flags.writeable))
 
     def _config(self, architecture: str, metadata: dict[str, Any]) -> ModelConfig:
@@ -107,7 +99,7 @@ class GgufSource:
         if isinstance(num_heads, list) or isinstance(num_kv_heads, list):
             raise UnsupportedModel("head counts that differ between layers are not supported")
         embedding = self._tensors.get("token_embd.weight")
-        vocab_size = options.pop("vocab_size", None) or (len(embedding.data) if embedding else 0)
+        vocab_size = options.pop("vocab_size", None) or (embedding.shape[0] if embedding else 0)
         return ModelConfig(
             architecture=architecture,
             vocab_size=vocab_size,
