@@ -52,10 +52,8 @@ docs: setup  ## Write the pages that come out of code, and build/docs, the docum
 	$(BIN)/python -m docs.site.write
 	$(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
 
-audit: setup  ## Look for known faults of the pinned dependencies; says so where the data cannot be reached (exit code 3)
-	$(PYTHON) -m venv .venv/audit
-	.venv/audit/bin/python -m pip install --quiet "pip-audit>=2.9,<3"
-	.ci/audit
+audit:  ## Look for known faults of the pinned dependencies; says so where the data cannot be reached (exit code 3)
+	PYTHON=$(PYTHON) .ci/audit
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -34,7 +34,8 @@ export function start() {
 export async function useModel(name) {
   model = name;
   if (forks !== null) return;
-  const why = await whyNone();
+  const why = await whyNone().catch(() => undefined); // asked again in a moment
+  if (why === undefined) return;
   forks = why === null;
   byId("forking").textContent = forks ? "Choose a token of an answer to fork there." : `No forks at tokens: ${why}.`;
 }
