@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, Tracer
+from opentelemetry.trace import NoOpTracer, Tracer
 
 from cluster.answer import Answer
 from cluster.api_settings import ApiSettings
@@ -18,7 +18,7 @@ from cluster.headers import Terms, terms
 from cluster.key_ring import KeyRing, KeyUse
 from cluster.message_reader import NewReader
 from cluster.prompts import EncodedPrompt, PromptEncoder
-from cluster.request_span import RequestSpanMaker
+from cluster.request_record import RequestRecord, RequestRecords
 from cluster.requests import ChoicePlan, Extras, on_terms, plan_chat, plan_completion, served_name, text_rules
 from cluster.session_answer import SessionAnswer
 from cluster.sessions import Session, Sessions
@@ -56,7 +56,7 @@ class AnswerMaker:
             inline_size=settings.inline_size, num_threads=settings.text_threads, max_waiting=settings.max_long_texts
         )
         self.keys = KeyRing(settings)
-        self.spans = RequestSpanMaker(service.tracer, service.model_name)
+        self.records = RequestRecords(service.tracer, service.model_name)
         self.prompts = PromptEncoder(service.text, self.threads)
         self._forms = FormReader(self.threads)
         self._sessions = Sessions(
@@ -92,11 +92,11 @@ class AnswerMaker:
         return self.service.settings.served_model_names or (self.served().name,)
 
     def terms(
-        self, deadlines: Sequence[str], tenants: Sequence[str], key: KeyUse | None, span: Span = INVALID_SPAN
+        self, deadlines: Sequence[str], tenants: Sequence[str], key: KeyUse | None, record: RequestRecord | None = None
     ) -> Terms:
         """As `cluster.headers.terms`; whether a request may name its tenant is for the operator and its key to say."""
         may_name = self.service.settings.tenant_from_header and not (key is not None and key.is_fixed)
-        return terms(deadlines, tenants if may_name else (), "" if key is None else key.tenant, span)
+        return terms(deadlines, tenants if may_name else (), "" if key is None else key.tenant, record)
 
     async def completion(self, body: CompletionBody, terms: Terms) -> tuple[Answer, str]:
         """The answer to a text completion, and the name to answer with. Raises `RequestRefused`."""

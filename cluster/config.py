@@ -42,6 +42,8 @@ class ServiceConfig(BaseModel):
     * `worker_cpus`, `gateway_cpus` are what Ray reserves for one replica; a worker on CUDA also reserves one GPU.
     * `drain_timeout_s` is how long a worker or gateway that is to end waits for what runs on it.
     * `step_log` is a folder where each worker records its planner's steps, with the token ids of prompts.
+    * `log_requests`: whether `raycomb serve` has a line logged of each request; under `serve deploy` Serve's own
+      `logging_config` says so.
     * `otlp_endpoint`, `otlp_protocol`: where spans of requests go (`cluster.otlp_settings`); None: there are none.
     * `failover_timeout_s`, `max_failovers`, `stall_timeout_s`: see `cluster.failover.FailoverLimits`.
     """
@@ -63,6 +65,7 @@ class ServiceConfig(BaseModel):
     gateway_cpus: float = Field(default=0.25, gt=0)
     drain_timeout_s: float = Field(default=30.0, gt=0)
     step_log: str | None = None
+    log_requests: bool = False
     otlp_endpoint: Annotated[str, AfterValidator(check_endpoint)] | None = None
     otlp_protocol: Protocol = "grpc"
     failover_timeout_s: float = Field(default=60.0, gt=0)

@@ -12,11 +12,14 @@ import math
 import os
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import get_args
 
 from cluster.ask import is_ready
 from cluster.cluster_facts import facts_of_cluster
 from cluster.doctor_checks import Finding, findings
+from cluster.doctor_settings import keys_finding, metrics_finding, tls_finding, traces_finding
 from cluster.front import DEFAULT_GRPC_PORT
 from cluster.grpc_probe import is_serving
 from cluster.node_facts import node_facts
@@ -24,6 +27,7 @@ from cluster.planned_nodes import PlannedNodes, planned_nodes
 from cluster.serve_command import port_number
 from cluster.smoke import why_no_token
 from planner.errors import InvalidConfiguration
+from worker.tracing import Protocol, check_endpoint
 
 THIS_MACHINE = "this machine"
 POLL_S = 0.5
@@ -41,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="how many GPUs there must be")
     parser.add_argument("--url", help="a service that must be ready and answer, such as http://127.0.0.1:8000")
     parser.add_argument("--api-key", metavar="KEY", help="for that service, where it asks for one")
+    parser.add_argument("--api-keys-file", type=Path, metavar="FILE", help="keys that a service is to be given")
+    parser.add_argument("--data-plane-tls", type=Path, metavar="FOLDER", help="certificates of this machine, as served")
+    parser.add_argument("--otlp-endpoint", metavar="URL", help="a collector for traces that must take them")
+    parser.add_argument("--otlp-protocol", choices=get_args(Protocol), default="grpc", help="(default: grpc)")
     parser.add_argument("--grpc-target", metavar="HOST:PORT", help="one that must be ready for gRPC")
     parser.add_argument(
         "--wait",
@@ -65,16 +73,29 @@ def execute(args: argparse.Namespace) -> int:
     else:
         nodes = {THIS_MACHINE: node_facts(args.model, ports)}
     found = findings(nodes, planned, num_gpus=args.gpus, model=args.model)
+    found += _told(args)
     deadline = time.monotonic() + args.wait
     if args.url is not None:
         found.append(_service("http", args.url, is_ready, deadline))
         if not found[-1].failed:
-            found.append(_answer(args.url, args.api_key))
+            found += [_answer(args.url, args.api_key), metrics_finding(args.url)]
     if args.grpc_target is not None:
         found.append(_service("grpc", args.grpc_target, is_serving, deadline))
     for finding in found:
         print(finding)
     return 1 if any(finding.failed for finding in found) else 0
+
+
+def _told(args: argparse.Namespace) -> list[Finding]:
+    """What a service would be told, looked at before it is."""
+    found = []
+    if args.api_keys_file is not None:
+        found.append(keys_finding(args.api_keys_file))
+    if args.data_plane_tls is not None:
+        found.append(tls_finding(args.data_plane_tls, datetime.now(UTC)))
+    if args.otlp_endpoint is not None:
+        found.append(traces_finding(check_endpoint(args.otlp_endpoint), args.otlp_protocol))
+    return found
 
 
 def _service(subject: str, where: str, serves: Callable[[str], bool], deadline: float) -> Finding:

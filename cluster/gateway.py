@@ -30,6 +30,7 @@ from cluster.http_api import create_app
 from cluster.listing import follow_listing
 from cluster.membership import Members, board, board_key
 from cluster.ray_metrics import RayMetrics
+from cluster.request_record import log_requests_to
 from cluster.router import Predictions, Router
 from cluster.service_metrics import gateway_labels
 from cluster.streams import Streams
@@ -60,6 +61,7 @@ class Gateway(GrpcMethods):
     """
 
     async def __init__(self, config: ServiceConfig, workers: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        log_requests_to(logger)
         text = await asyncio.to_thread(lambda: load_text(resolve(config.engine.model)))
         replica_tag = serve.get_replica_context().replica_tag
         router = Router(

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self
 
-from opentelemetry.trace import INVALID_SPAN, Span, StatusCode
-
 from cluster.choice import Ending
 from cluster.events import Events
 from cluster.headers import Terms
+from cluster.request_record import RequestRecord
 from planner.errors import DeadlineExceeded, RaycombError, RequestRefused
 from worker.distribution import Histogram
 
@@ -67,7 +66,7 @@ class GatewayMeter:
 
     def request(self, terms: Terms) -> RequestMeter:
         """For a request on these terms."""
-        return RequestMeter(self, terms.arrived_at, terms.span)
+        return RequestMeter(self, terms.arrived_at, terms.record)
 
     @contextmanager
     def admission(self) -> Iterator[None]:
@@ -98,16 +97,13 @@ class RequestMeter:
 
     Tokens count as they come, so that they agree with what a client is told in `usage`, also of an answer that breaks
     off. Where several come at once, their time is shared evenly. What is measured of the request as a whole goes to its
-    span, too.
+    record, too.
     """
 
-    def __init__(self, meter: GatewayMeter, arrived_at: float, span: Span = INVALID_SPAN) -> None:
+    def __init__(self, meter: GatewayMeter, arrived_at: float, record: RequestRecord) -> None:
         self._meter = meter
         self._arrived_at = arrived_at
-        self._span = span
-        self._num_prompt_tokens = 0
-        self._num_tokens = 0
-        self._reasons: list[str] = []
+        self._record = record
         self._last_at: dict[int, float] = {}  # by choice
 
     def __enter__(self) -> Self:
@@ -118,18 +114,16 @@ class RequestMeter:
         self, _kind: type[BaseException] | None, failure: BaseException | None, _traceback: TracebackType | None
     ) -> None:
         self._meter.num_open -= 1
-        whole_s = time.monotonic() - self._arrived_at
         if failure is None:
-            self._meter.whole.observe(whole_s)
+            self._meter.whole.observe(time.monotonic() - self._arrived_at)
         else:
             self._meter.note_failure(failure)
-        if self._span.is_recording():
-            self._tell_span(whole_s, failure)
+            self._record.note_failure(failure)
 
     def prompt(self, num_tokens: int) -> None:
         """A prompt was computed; each counts once, whatever n is."""
         self._meter.num_prompt_tokens += num_tokens
-        self._num_prompt_tokens += num_tokens
+        self._record.num_prompt_tokens += num_tokens
 
     def tokens(self, choice: int, num_tokens: int) -> None:
         """A choice grew."""
@@ -141,29 +135,12 @@ class RequestMeter:
             meter.between_tokens.observe((now - last_at) / num_tokens, num_tokens)
         elif not self._last_at:
             meter.first_token.observe(now - self._arrived_at)
-            self._span.set_attribute("gen_ai.server.time_to_first_token", now - self._arrived_at)
+            self._record.first_token_s = now - self._arrived_at
         self._last_at[choice] = now
         meter.num_tokens += num_tokens
-        self._num_tokens += num_tokens
+        self._record.num_tokens += num_tokens
 
     def ended(self, ending: Ending) -> None:
         """A choice ended by itself."""
         self._meter.endings[ending] += 1
-        self._reasons.append(ending.value)
-
-    def _tell_span(self, whole_s: float, failure: BaseException | None) -> None:
-        span = self._span
-        span.set_attribute("gen_ai.server.request.duration", whole_s)
-        span.set_attribute("gen_ai.usage.input_tokens", self._num_prompt_tokens)
-        span.set_attribute("gen_ai.usage.output_tokens", self._num_tokens)
-        span.set_attribute("gen_ai.response.finish_reasons", tuple(self._reasons))
-        match failure:
-            case None:
-                return
-            case asyncio.CancelledError() | GeneratorExit():
-                span.add_event("client_left")
-            case TimeoutError():
-                span.set_attribute("error.type", DeadlineExceeded.code)
-            case RaycombError():
-                span.set_attribute("error.type", failure.code)
-                span.set_status(StatusCode.ERROR, failure.message)
+        self._record.reasons.append(ending.value)

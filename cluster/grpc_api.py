@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from typing import Final, TypeVar
 
 from google.protobuf.message import Message
-from opentelemetry.trace import INVALID_SPAN, Span
 
 from cluster.answer import Answer
 from cluster.answer_maker import AnswerMaker
@@ -22,6 +21,7 @@ from cluster.grpc_status import Call, CallStatus, metadata_values
 from cluster.grpc_voice import GrpcVoice
 from cluster.headers import DEADLINE, TENANT, Terms
 from cluster.key_ring import KeyUse
+from cluster.request_record import RequestRecord
 from planner.errors import BodyTooLarge
 from protos import inference_pb2 as pb
 from protos.openai import CompletionBody
@@ -50,9 +50,9 @@ class GrpcApi:
             return "".join(metadata_values(metadata, name)[:1])
 
         with CallStatus(call) as status, ExitStack() as held:
-            span = held.enter_context(self._maker.spans.request(GENERATE, status.request_id, sent))
+            record = held.enter_context(self._maker.records.request(GENERATE, status.request_id, sent))
             with self._maker.service.meter.admission():
-                agreed, key = self._admit(request, call, span)
+                agreed, key = self._admit(request, call, record)
                 if key is not None:
                     held.enter_context(key.admitted())
                 async with asyncio.timeout(agreed.left_s):
@@ -102,7 +102,7 @@ class GrpcApi:
                 return await work()
         return empty
 
-    def _admit(self, request: Message, call: Call, span: Span = INVALID_SPAN) -> tuple[Terms, KeyUse | None]:
+    def _admit(self, request: Message, call: Call, record: RequestRecord | None = None) -> tuple[Terms, KeyUse | None]:
         """Whose call it is, when it must be over, and its key if there are any. Raises `RequestRefused`."""
         metadata = list(call.invocation_metadata())
         authorization = "".join(metadata_values(metadata, "authorization")[:1])
@@ -111,7 +111,7 @@ class GrpcApi:
         if size > self._settings.max_body_bytes:
             raise BodyTooLarge(f"the request has {size} bytes; at most {self._settings.max_body_bytes} are read")
         deadlines, tenants = metadata_values(metadata, DEADLINE), metadata_values(metadata, TENANT)
-        return self._maker.terms(deadlines, tenants, key, span), key
+        return self._maker.terms(deadlines, tenants, key, record), key
 
     async def _body(self, request: M, made: Callable[[M], B]) -> B:
         return await self._maker.threads.run(request.ByteSize() // 16, lambda: made(request))

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from opentelemetry.trace import INVALID_SPAN, Span
-
+from cluster.request_record import RequestRecord
 from planner.errors import InvalidRequest
 from planner.request import MAX_TENANT
 
@@ -41,12 +40,12 @@ def deadline_s(value: str | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On whose account a request runs, and until when. Times are on `time.monotonic`'s clock. `span`: the request's."""
+    """On whose account a request runs, until when, and where it is recorded. Times are on `time.monotonic`'s clock."""
 
     tenant: str = ""
     deadline: float | None = None
     arrived_at: float = field(default_factory=time.monotonic, compare=False)
-    span: Span = field(default=INVALID_SPAN, compare=False, repr=False)
+    record: RequestRecord = field(default_factory=RequestRecord, compare=False, repr=False)
 
     @property
     def left_s(self) -> float | None:
@@ -60,7 +59,7 @@ class Terms:
         return None if left_s is None else left_s + BACKSTOP_S
 
 
-def terms(deadlines: Sequence[str], tenants: Sequence[str], account: str, span: Span = INVALID_SPAN) -> Terms:
+def terms(deadlines: Sequence[str], tenants: Sequence[str], account: str, record: RequestRecord | None = None) -> Terms:
     """The terms of a request that came now, of what was sent under `DEADLINE` and `TENANT`; the nearest deadline holds.
 
     `account` is the tenant of a request that names none. Raises `InvalidRequest`.
@@ -70,5 +69,6 @@ def terms(deadlines: Sequence[str], tenants: Sequence[str], account: str, span: 
         raise InvalidRequest(
             f"{TENANT} must be one name of at most {MAX_TENANT} printable ASCII characters without spaces", param=TENANT
         )
-    now = time.monotonic()
-    return Terms(tenants[0] if tenants else account, now + min(given) if given else None, now, span)
+    now, record = time.monotonic(), record or RequestRecord()
+    record.tenant = tenants[0] if tenants else account
+    return Terms(record.tenant, now + min(given) if given else None, now, record)

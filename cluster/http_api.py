@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -28,7 +27,7 @@ from cluster.headers import DEADLINE, REQUEST_ID, TENANT, Terms
 from cluster.http_guard import Guard
 from cluster.metrics_page import exposition
 from cluster.page_files import page_files
-from cluster.request_span import SPAN
+from cluster.request_record import RECORD
 from cluster.response_api import add_response_route
 from cluster.service_metrics import METRICS, metric_sources
 from cluster.session_api import add_session_routes, named_session, refuse_session
@@ -70,7 +69,7 @@ def create_app(maker: AnswerMaker, batches: Batches | None = None, *, tells_requ
         open_paths=settings.open_paths | page.keys(),
         tells_id=tells_request_id,
         meter=maker.service.meter,
-        spans=maker.spans,
+        records=maker.records,
     )
     app.add_middleware(
         CORSMiddleware,
@@ -195,8 +194,7 @@ class _Endpoints:
         """What the headers say. Raises `InvalidRequest`."""
         headers = request.headers
         key = self._maker.keys.find(headers.get("authorization", ""))
-        span: Span = request.scope.get(SPAN, INVALID_SPAN)
-        return self._maker.terms(headers.getlist(DEADLINE), headers.getlist(TENANT), key, span)
+        return self._maker.terms(headers.getlist(DEADLINE), headers.getlist(TENANT), key, request.scope.get(RECORD))
 
     def account(self, request: Request) -> str:
         """Whose request it is: its key's, where the service has keys."""
@@ -217,8 +215,10 @@ def _json(answer: wire.Answer) -> Response:
     return json_response(answer.model_dump_json().encode())
 
 
-async def _explain_error(_request: Request, error: Exception) -> Response:
+async def _explain_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RaycombError)
+    if (record := request.scope.get(RECORD)) is not None:
+        record.note_failure(error)
     return error_response(error)
 
 

@@ -16,7 +16,7 @@ from cluster.answer_response import error_response
 from cluster.gateway_meter import GatewayMeter
 from cluster.headers import REQUEST_ID, request_id
 from cluster.key_ring import KeyRing
-from cluster.request_span import SPAN, RequestSpanMaker, note_status
+from cluster.request_record import RECORD, RequestRecords
 from planner.errors import RateLimited, RaycombError, Unauthenticated
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ class Guard:
         open_paths: frozenset[str],
         tells_id: bool,
         meter: GatewayMeter,
-        spans: RequestSpanMaker,
+        records: RequestRecords,
     ) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
         self._tells_id = tells_id
         self._meter = meter
-        self._spans = spans
+        self._records = records
 
     def _admitted(self, scope: Scope, headers: Headers) -> AbstractContextManager[None]:
         """Raises `Unauthenticated`, and entering it `RateLimited`."""
@@ -61,8 +61,8 @@ class Guard:
         if not _asks_for_tokens(scope):
             await self._serve(scope, receive, send, headers, own_id)
             return
-        with self._spans.request(f"POST {_path(scope)}", own_id, lambda name: headers.get(name, "")) as span:
-            scope[SPAN] = span
+        with self._records.request(f"POST {_path(scope)}", own_id, lambda name: headers.get(name, "")) as record:
+            scope[RECORD] = record
             await self._serve(scope, receive, send, headers, own_id)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: Headers, own_id: str) -> None:
@@ -74,8 +74,8 @@ class Guard:
                 started = True
                 if self._tells_id:
                     MutableHeaders(scope=message)[REQUEST_ID] = own_id
-                if SPAN in scope:
-                    note_status(scope[SPAN], message["status"])
+                if RECORD in scope:
+                    scope[RECORD].note_status(message["status"])
             await send(message)
 
         try:
@@ -83,6 +83,8 @@ class Guard:
                 await self._app(scope, receive, send_with_id)
         except (Unauthenticated, RateLimited) as refusal:
             self._meter.note_failure(refusal)
+            if RECORD in scope:
+                scope[RECORD].note_failure(refusal)
             await error_response(refusal)(scope, receive, send_with_id)
         except Exception:
             logger.exception("request %s failed", own_id)

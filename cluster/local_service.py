@@ -123,7 +123,7 @@ class LocalService:
             serve.start(
                 http_options={"host": self._host, "port": self._port},
                 grpc_options=self._grpc_options(),
-                logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+                logging_config=self._logging(),
             )
         except (RayError, RuntimeError, TimeoutError) as error:  # what a front raised that did not come up
             raise SetupError(f"the front could not start: {str(error).strip().splitlines()[-1]}") from error
@@ -138,6 +138,12 @@ class LocalService:
             deadline = time.monotonic() + self._config.drain_timeout_s + SHUTDOWN_MARGIN_S
             while APP_NAME in serve.status().applications and time.monotonic() < deadline:
                 time.sleep(POLL_S)
+
+    def _logging(self) -> LoggingConfig:
+        """Serve's own lines on each request go by its ids and paths; ours say more."""
+        if self._config.log_requests:
+            return LoggingConfig(log_level="INFO", encoding="JSON", enable_access_log=False)
+        return LoggingConfig(log_level="WARNING", enable_access_log=False)
 
     def _grpc_options(self) -> dict[str, Any] | None:
         if self._grpc_port is None:

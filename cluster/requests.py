@@ -113,7 +113,7 @@ def text_rules(body: GenerationBody, num_top: int | None, marks: frozenset[int] 
 
 def on_terms(terms: Terms, plans: Sequence[ChoicePlan]) -> list[ChoicePlan]:
     """The same plans, their requests on the client's account, under its deadline and in its trace."""
-    trace = traceparent(terms.span)
+    trace = traceparent(terms.record.span)
     return [
         plan
         if plan.request is None

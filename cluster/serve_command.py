@@ -93,6 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-log", metavar="FOLDER", help="each worker records its steps there, prompts' token ids included"
     )
     parser.add_argument(
+        "--log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="log a line of JSON for each request, without prompts and answers, among Serve's logs (default: no)",
+    )
+    parser.add_argument(
         "--otlp-endpoint",
         metavar="URL",
         help="a collector for traces, as http://localhost:4317 (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)",
@@ -139,6 +145,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
             "keys": () if args.api_keys_file is None else read_keys(args.api_keys_file),
         },
         "num_gateways": args.num_gateways,
+        "log_requests": args.log_requests,
     }
     for name in ("num_workers", "min_workers", "max_workers", "data_plane_host", "drain_timeout_s", "executor", *OTLP):
         if (value := getattr(args, name)) is not None:

@@ -77,7 +77,8 @@ def stormed_service(tmp_path_factory: pytest.TempPathFactory, storm_collector: C
     """One service for all tests of a run that kill what they like of it. Every test leaves it whole and idle. What
     clients sample is traced."""
     model, secret = str(tiny_checkpoint(tmp_path_factory.mktemp("stormed"))), "a secret of these tests"
-    settings = settings_of(model, secret, executor="tests.served_fake:make_executor", otlp_endpoint=storm_collector.url)
+    told = {"log_requests": True, "otlp_endpoint": storm_collector.url}
+    settings = settings_of(model, secret, executor="tests.served_fake:make_executor", **told)
     sampling = {"OTEL_TRACES_SAMPLER": "parentbased_always_off", "OTEL_BSP_SCHEDULE_DELAY": "200"}
     with configured_service(settings, environment=sampling) as process:
         yield StormedService(process, model, secret)

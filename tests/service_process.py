@@ -107,6 +107,11 @@ class ServiceProcess:
                 continue
         return sorted(found, key=lambda process: process.create_time())
 
+    def logged(self, part: str) -> list[str]:
+        """Lines of the logs of its replicas that hold `part`."""
+        files = Path(self._ray_folder.name).glob("ray/session_2*/logs/serve/replica_*.log")
+        return [line for file in files for line in file.read_text().splitlines() if part in line]
+
     def ray_address(self) -> str:
         """Where the control store of its Ray cluster listens."""
         (raylet,) = self.processes("raylet/raylet ")

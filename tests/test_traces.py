@@ -181,7 +181,8 @@ async def test_refused_failed_and_abandoned_requests_say_how_they_ended(collecto
     bad, full, left = collector.spans
     assert bad.attributes["http.response.status_code"] == 400
     assert (full.attributes["http.response.status_code"], full.attributes["error.type"]) == (429, "queue_full")
-    assert full.failed
+    assert bad.attributes["error.type"] == "invalid_request"
+    assert [span.failed for span in (bad, full)] == [False, False], "they are no failures of the service"
     assert left.events == ("client_left",)
     assert not left.failed
 

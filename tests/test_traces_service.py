@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 
@@ -28,7 +29,7 @@ async def test_the_trace_of_a_killed_worker_s_request_names_both_workers(
 ) -> None:
     trace_id = os.urandom(16).hex()
     body = {"model": MODEL_NAME, "prompt": "hello", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
-    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "x-request-id": f"request-{trace_id}"}
 
     def spans(name: str) -> list[ToldSpan]:
         return named(storm_collector.trace(trace_id), name)
@@ -57,3 +58,7 @@ async def test_the_trace_of_a_killed_worker_s_request_names_both_workers(
     assert decoded.instance == other.attributes["raycomb.worker"] != first.instance
     assert (first.parent_id, decoded.parent_id) == (lost.span_id, other.span_id)
     assert lost.parent_id == other.parent_id == server.span_id
+    (line,) = stormed_service.process.logged(f"request-{trace_id}")
+    told = json.loads(json.loads(line)["message"])
+    assert (told["trace_id"], told["status"], told["tokens"]) == (trace_id, 200, NUM_TOKENS)
+    assert "hello" not in line

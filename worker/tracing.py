@@ -27,6 +27,7 @@ TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
 HTTP_PATH: Final = "/v1/traces"
 EXPORT_TIMEOUT_S: Final = 5
+PROBE_TIMEOUT_S: Final = 2
 FLUSH_MS: Final = 400
 
 PROPAGATOR: Final = TraceContextTextMapPropagator()
@@ -69,6 +70,17 @@ def open_tracing(endpoint: str | None, protocol: Protocol, service: str, instanc
     return Tracing(provider.get_tracer("raycomb"), flush, provider.shutdown)
 
 
+def can_export(endpoint: str, protocol: Protocol) -> bool:
+    """Whether a collector takes spans there: it is sent none. May block for as long as an export may take."""
+    from opentelemetry.sdk.trace.export import SpanExportResult
+
+    exporter = _exporter(endpoint, protocol, PROBE_TIMEOUT_S)
+    try:
+        return exporter.export([]) is SpanExportResult.SUCCESS
+    finally:
+        exporter.shutdown()
+
+
 def check_endpoint(endpoint: str) -> str:
     """The endpoint of a collector as it is. Raises `InvalidConfiguration` for what is no http or https URL."""
     parts = urlsplit(endpoint)
@@ -93,15 +105,15 @@ def parent_of(given: str, state: str = "") -> Context:
     return PROPAGATOR.extract(carrier, Context())
 
 
-def _exporter(endpoint: str, protocol: Protocol) -> SpanExporter:
+def _exporter(endpoint: str, protocol: Protocol, timeout_s: float = EXPORT_TIMEOUT_S) -> SpanExporter:
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
-        return GrpcExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
+        return GrpcExporter(endpoint=endpoint, timeout=timeout_s)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
     path = urlsplit(endpoint).path.strip("/")
-    return HttpExporter(endpoint=endpoint if path else endpoint.rstrip("/") + HTTP_PATH, timeout=EXPORT_TIMEOUT_S)
+    return HttpExporter(endpoint=endpoint if path else endpoint.rstrip("/") + HTTP_PATH, timeout=timeout_s)
 
 
 def _nothing() -> None:

@@ -1,0 +1,87 @@
+"""The line that is logged of each request that asks for tokens: what it has, and that no text of anybody is in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from planner.errors import QueueFull, WorkerLost
+from tests.fake_fleet import FakeFleet
+from tests.grpc_desk import grpc_desk
+from tests.http_desk import MODEL, PROMPT, RawClient, desk, says, until
+
+SECRETS = ("hello", "hi there", "sk-key")
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    told = [record.getMessage() for record in caplog.records if record.name == "raycomb.requests"]
+    assert not [line for line in told if any(secret in line for secret in SECRETS)]
+    return [json.loads(line) for line in told]
+
+
+async def test_each_request_is_one_line_by_its_id_that_says_how_it_ended(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "raycomb.requests")
+    fleet = FakeFleet(MODEL, says("hi there"))
+    key = {"authorization": "Bearer sk-key"}
+    async with desk(fleet=fleet, api_keys=("sk-key",)) as d:
+        headers = key | {"x-request-id": "first", "x-tenant": "acme"}
+        await d.http.post("/v1/completions", json=PROMPT, headers=headers)
+        await d.http.post("/v1/completions", json=PROMPT | {"temperature": -1}, headers=key | {"x-request-id": "bad"})
+        await d.http.post("/v1/completions", json=PROMPT, headers={"x-request-id": "stranger"})
+        fleet.refusal_at_submit = QueueFull("full")
+        await d.http.post("/v1/completions", json=PROMPT, headers=key | {"x-request-id": "full"})
+        fleet.refusal_at_submit, fleet.fail_after = None, (1, WorkerLost("gone"))
+        await d.http.post("/v1/completions", json=PROMPT, headers=key | {"x-request-id": "lost"})
+        await d.http.get("/v1/models", headers=key)
+    whole, bad, stranger, full, lost = lines(caplog)
+    assert 0 < whole.pop("first_token_s") <= whole.pop("seconds")
+    assert whole == {
+        "request_id": "first",
+        "request": "POST /v1/completions",
+        "tenant": "acme",
+        "status": 200,
+        "prompt_tokens": 1,
+        "tokens": 8,
+        "finish_reasons": ["stop"],
+    }
+    ends = [(one["request_id"], one["status"], one["error"]) for one in (bad, stranger, full, lost)]
+    assert ends == [
+        ("bad", 400, "invalid_request"),
+        ("stranger", 401, "unauthenticated"),
+        ("full", 429, "queue_full"),
+        ("lost", 503, "worker_lost"),
+    ]
+
+
+async def test_a_client_that_left_is_told_from_one_that_was_answered(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "raycomb.requests")
+    fleet = FakeFleet(MODEL, says("hi there"))
+    fleet.gate.clear()
+    async with desk(fleet=fleet) as d:
+        client = RawClient(d.app, dict(PROMPT))
+        serving = asyncio.create_task(client.run())
+        await until(lambda: fleet.num_running == 1)
+        client.leave.set()
+        await serving
+    (left,) = lines(caplog)
+    assert left["client_left"] is True
+    assert "status" not in left
+
+
+async def test_calls_are_logged_like_requests(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "raycomb.requests")
+    async with grpc_desk(says("hi there")) as client:
+        await client.generate([("x-request-id", "mine")], max_tokens=4)
+    (line,) = lines(caplog)
+    assert (line["request_id"], line["request"], line["tokens"]) == ("mine", "raycomb.v1.Inference/Generate", 4)
+
+
+async def test_nothing_is_logged_where_nobody_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    async with desk() as d:
+        await d.post("/v1/completions", **PROMPT)
+    assert lines(caplog) == []
