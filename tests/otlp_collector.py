@@ -75,7 +75,7 @@ def grpc_collector() -> Iterator[Collector]:
 
     with ThreadPoolExecutor(2) as threads:
         server = grpc.server(threads)
-        pb_grpc.add_TraceServiceServicer_to_server(Service(), server)
+        pb_grpc.add_TraceServiceServicer_to_server(Service(), server)  # type: ignore[no-untyped-call]
         collector.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         try:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,6 @@ import httpx
 import pytest
 import yaml
 
-from cluster.front import free_ports
 from cluster.metric import Kind
 from cluster.service_metrics import METRICS
 from planner.errors import QueueFull, WorkerLost
@@ -23,23 +18,10 @@ from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports
 from tests.http_desk import MODEL, PROMPT, RawClient, desk, says, until
 from tests.listening import listening
+from tests.prometheus_server import DEPLOY, PROMTOOL, ask, dashboard, needs_prometheus, panel_queries, prometheus
 
-DEPLOY = Path(__file__).parent.parent / "deploy"
-PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
-needs_prometheus = pytest.mark.skipif(
-    PROMETHEUS is None or PROMTOOL is None, reason="no `prometheus` on this machine (Debian has a package)"
-)
 SILENT_HERE = ("raycomb_failovers_total", "raycomb_workers_lost_total")
 """Counters that stay at zero in this test, and are told of all the same."""
-
-
-def dashboard() -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
-    return told
-
-
-def panel_queries() -> list[str]:
-    return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
 
 
 def rule_queries() -> list[str]:
@@ -97,29 +79,6 @@ async def test_the_files_are_valid(kind: str) -> None:
     assert await checking.wait() == 0
 
 
-@asynccontextmanager
-async def prometheus(folder: Path, target: str) -> AsyncIterator[str]:
-    """A real one, with the rules of deploy/, that scrapes `target` every half second; gives its address."""
-    (port,) = free_ports(1)
-    config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
-    config["rule_files"] = [str(DEPLOY / "prometheus-rules.yml")]
-    config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    process = await asyncio.create_subprocess_exec(
-        str(PROMETHEUS),
-        f"--config.file={folder / 'prometheus.yml'}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--log.level=warn",
-    )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        await process.wait()
-
-
 async def traffic(d: Any) -> None:
     """Requests that end in every way."""
     for _ in range(3):
@@ -162,13 +121,3 @@ async def test_a_real_prometheus_answers_every_query_of_the_dashboard(tmp_path: 
         for query in rule_queries() + page_queries():
             await ask(client, query)  # it may find nothing, and must be understood
         assert await ask(client, 'sum(raycomb_kv_cells{worker="w1"})') == [100.0]
-
-
-async def ask(client: httpx.AsyncClient, query: str) -> list[float]:
-    """The values that it finds now."""
-    try:
-        answer = await client.get("/api/v1/query", params={"query": query})
-    except httpx.ConnectError:
-        return []  # it is starting
-    assert answer.status_code in (200, 503), f"{query}: {answer.text}"
-    return [float(one["value"][1]) for one in answer.json().get("data", {}).get("result", [])]
