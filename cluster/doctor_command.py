@@ -78,7 +78,9 @@ def execute(args: argparse.Namespace) -> int:
     if args.url is not None:
         found.append(_service("http", args.url, is_ready, deadline))
         if not found[-1].failed:
-            found += [_answer(args.url, args.api_key), metrics_finding(args.url)]
+            found.append(_answer(args.url, args.api_key))
+        if not found[-1].failed:
+            found.append(metrics_finding(args.url))
     if args.grpc_target is not None:
         found.append(_service("grpc", args.grpc_target, is_serving, deadline))
     for finding in found:
