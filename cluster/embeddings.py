@@ -62,7 +62,7 @@ async def plan_embeddings(maker: AnswerMaker, body: EmbeddingBody, terms: Terms)
     for prompt in prompts:
         _check(prompt, model)
     pooling = Pooling(body.pooling or maker.service.settings.embedding_pooling)
-    trace = traceparent(terms.span)
+    trace = traceparent(terms.record.span)
     requests = tuple(
         Request(
             np.asarray(prompt.ids, np.int64),
