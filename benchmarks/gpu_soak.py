@@ -30,7 +30,7 @@ from planner.step import Step
 from worker.attention_op import attention_of
 from worker.cuda_decode import CudaDecode
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_memory import warm_up
+from worker.cuda_memory import captured_prefills, warm_up
 from worker.cuda_prefill import PrefillChain
 from worker.cuda_swap import PinnedSwap
 from worker.executor import Executor, ProgramInfo
@@ -143,7 +143,9 @@ def cuda_executor(model: Decoder, num_cells: int, captures: Captures, swap_block
     decode = CudaDecode(MODEL, weights, rotary, pool, program.widths, capture=captures)
     copier = CellCopier([*pool.keys, *pool.values])
     swap = PinnedSwap(copier, swap_blocks, program.swap_block_cells) if swap_blocks else None
-    executor = CudaExecutor(program, model, PrefillChain(MODEL, weights, rotary, pool), decode, swap)
+    prefill = PrefillChain(MODEL, weights, rotary, pool)
+    captured = captured_prefills(program, model, prefill, pool)
+    executor = CudaExecutor(program, model, prefill, decode, swap, captured=captured)
     warm_up(executor, num_cells)
     return executor
 

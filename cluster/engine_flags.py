@@ -16,8 +16,9 @@ from worker.config import EngineConfig
 
 HELP = {
     "device": "where the model runs",
-    "dtype": "numbers of weights, keys and values",
+    "dtype": "numbers of weights, and of keys and values unless kv-cache-dtype says otherwise",
     "quantization": "numbers of the layers' matrices: int8 or int4 weights, or fp8 products",
+    "kv_cache_dtype": "numbers of keys and values on a GPU, the model's unless given; fp8: e4m3 with a scale a head",
     "load_format": "dummy: seeded random weights, from config.json alone",
     "max_model_len": "most tokens of one sequence, prompt and answer",
     "max_cells": "tokens whose keys and values the pool holds",

@@ -19,7 +19,8 @@ from worker.programs.metadata import SUFFIX
 _OF_ENGINES = frozenset(
     {
         "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "max_waiting",
-        "max_waiting_tokens", "tenant_weights", "prefix_caching", "kv_initial_cells", "swap_space",
+        "max_waiting_tokens", "tenant_weights", "prefix_caching", "kv_initial_cells", "kv_cache_dtype",
+        "swap_space",
     }
 )  # fmt: skip
 

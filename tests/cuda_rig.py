@@ -20,6 +20,7 @@ from planner.step import Step
 from tests.decode_reference import random_weights
 from worker.attention import TorchAttention
 from worker.cell_image import CellLayout
+from worker.cell_rows import SCALED, packed_rows, unpacked_rows
 from worker.cuda_decode import CudaDecode, Steps
 from worker.cuda_executor import CudaExecutor
 from worker.cuda_prefill import PrefillChain
@@ -96,12 +97,29 @@ class Model:
             bytes_per_cell=bytes_per_cell(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype),
         )  # fmt: skip
 
-    def pool(self, num_cells: int, kind: type[KvPool] = KvPool) -> KvPool:
-        config = self.decoder.config
-        pool = kind(config.num_layers, num_cells, config.num_kv_heads, config.head_dim, self.dtype, DEVICE)
+    def pool(self, num_cells: int, kind: type[KvPool] = KvPool, cell_dtype: torch.dtype | None = None) -> KvPool:
+        config, dtype = self.decoder.config, cell_dtype or self.dtype
+        pool = kind(config.num_layers, num_cells, config.num_kv_heads, config.head_dim, dtype, DEVICE)
         # Cells that nobody wrote hold NaN: whoever reads one is found out.
-        pool.keys[:, :num_cells], pool.values[:, :num_cells] = float("nan"), float("nan")
+        nothing = 255 if dtype == SCALED else float("nan")
+        pool.keys[:, :num_cells], pool.values[:, :num_cells] = nothing, nothing
         return pool
+
+
+class RoundedPool(KvPool):
+    """Keeps in the model's dtype what cells of `cell_dtype` would hold."""
+
+    def __init__(self, pool: KvPool, cell_dtype: torch.dtype) -> None:
+        self.keys, self.values, self.num_cells, self.dtype = pool.keys, pool.values, pool.num_cells, pool.dtype
+        self._cell_dtype = cell_dtype
+
+    def write(self, layer: int, cells: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        super().write(layer, cells, self._rounded(key), self._rounded(value))
+
+    def _rounded(self, heads: torch.Tensor) -> torch.Tensor:
+        if self._cell_dtype == SCALED:
+            return unpacked_rows(packed_rows(heads), *heads.shape[1:]).to(heads.dtype)
+        return heads.to(self._cell_dtype).to(heads.dtype)
 
 
 def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 1) -> Model:
@@ -112,11 +130,18 @@ def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float32, seed: in
 
 
 def torch_executor(
-    model: Model, num_cells: int = 1024, max_prefill_tokens: int = 64, grammars: MaskMaker | None = None
+    model: Model,
+    num_cells: int = 1024,
+    max_prefill_tokens: int = 64,
+    grammars: MaskMaker | None = None,
+    cell_dtype: torch.dtype | None = None,
 ) -> TorchExecutor:
+    """With a `cell_dtype`, cells hold what they would in that."""
     pool = model.pool(num_cells)
     pool.keys.nan_to_num_(0.0)
     pool.values.nan_to_num_(0.0)
+    if cell_dtype is not None:
+        pool = RoundedPool(pool, cell_dtype)
     forwards = EagerForwards(model.decoder, pool, lambda pool, spans, windows, _: TorchAttention(pool, spans, windows))
     info = model.info(num_cells, (1, 2, 4, 8, 16), max_prefill_tokens)
     return TorchExecutor(info, forwards, grammars=grammars)
@@ -134,12 +159,13 @@ def cuda_executor(
     pool: KvPool | None = None,
     captures: Captures | None = None,
     captured_widths: tuple[int, ...] = (),
+    cell_dtype: torch.dtype | None = None,
 ) -> CudaExecutor:
     """`prefill` may put something around the executor's prefill chain. A `pool` with fewer cells than `num_cells`
     grows."""
     swaps = {"swap_blocks": swap_blocks, "swap_block_cells": swap_block_cells}
     info, config = model.info(num_cells, widths, max_prefill_tokens, **swaps), model.decoder.config
-    pool = pool or model.pool(num_cells)
+    pool = pool or model.pool(num_cells, cell_dtype=cell_dtype)
     decode = CudaDecode(config, model.decoder.weights, model.rotary, pool, widths, capture=captures or Captures())
     chain = prefill(PrefillChain(config, model.decoder.weights, model.rotary, pool))
     swap = swap_space(info, pool)

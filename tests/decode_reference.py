@@ -5,6 +5,7 @@ Nothing here shares code with what it judges: one row at a time, a dense softmax
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,8 +78,9 @@ def reference_step(
     rotary: tuple[torch.Tensor, torch.Tensor],
     token: int,
     history: History,
+    stored: Callable[[torch.Tensor], torch.Tensor] = lambda heads: heads,
 ) -> torch.Tensor:
-    """float32 logits [vocab] after `token`; the history grows by its keys and values."""
+    """float32 logits [vocab] after `token`; the history grows by its keys and values, as `stored` leaves them."""
     position = len(history)
     x = weights.embedding[token].float()
     for index, layer in enumerate(weights.layers):
@@ -88,8 +90,8 @@ def reference_step(
         if layer.query_norm is not None and layer.key_norm is not None:
             q, k = _normed(q, layer.query_norm, shape.norm_eps), _normed(k, layer.key_norm, shape.norm_eps)
         q, k = _rotated(q, rotary, position), _rotated(k, rotary, position)
-        keys = history.keys[index] = torch.cat([history.keys[index], k[None]])
-        values = history.values[index] = torch.cat([history.values[index], v[None]])
+        keys = history.keys[index] = torch.cat([history.keys[index], stored(k[None])])
+        values = history.values[index] = torch.cat([history.values[index], stored(v[None])])
         window = shape.windows[index]
         first = 0 if window is None else max(0, position + 1 - window)
         group = shape.num_heads // shape.num_kv_heads

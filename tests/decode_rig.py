@@ -10,20 +10,30 @@ import torch
 
 from planner.request import SamplingParams
 from tests.decode_reference import History, in_float32, random_weights, reference_step, rotary_tables
+from worker.cell_rows import SCALED, packed_rows, unpacked_rows
 from worker.decode_buffers import DecodeBuffers
 from worker.decode_chain import DecodeChain
 from worker.decode_plan import DecodePlan
 from worker.decode_shape import DecodeShape
 from worker.decode_state import DecodeState, SlotEntry
+from worker.kv_pool import KvPool
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
 class Rig:
-    """`lengths`: positions that each sequence starts with; sequence i lives in some slot of its own."""
+    """`lengths`: positions that each sequence starts with; sequence i lives in some slot of its own. `cell_dtype` is
+    the model's unless given."""
 
     def __init__(
-        self, shape: DecodeShape, lengths: list[int], width: int, plan: DecodePlan, device: torch.device, seed: int = 0
+        self,
+        shape: DecodeShape,
+        lengths: list[int],
+        width: int,
+        plan: DecodePlan,
+        device: torch.device,
+        seed: int = 0,
+        cell_dtype: torch.dtype | None = None,
     ) -> None:
         self.shape, self.width, self.plan, self.device = shape, width, plan, device
         self._random = random.Random(seed)
@@ -33,12 +43,12 @@ class Rig:
         self.rotary = rotary_tables(shape, device)
         num_cells = sum(lengths) + 16 * len(lengths) + 8
         self.free_cells = self._random.sample(range(num_cells), num_cells)
-        sizes = (num_cells + 1, shape.num_kv_heads, shape.head_dim)
+        heads, self.cell_dtype = (shape.num_kv_heads, shape.head_dim), cell_dtype or shape.dtype
+        cells = KvPool(shape.num_layers, num_cells, *heads, self.cell_dtype, device)
         # Cells that nobody owns hold NaN: a kernel that reads one is found out.
-        self.pool = [
-            tuple(torch.full(sizes, float("nan"), dtype=shape.dtype, device=device) for _ in "kv")
-            for _ in range(shape.num_layers)
-        ]
+        for plane in (cells.keys, cells.values):
+            plane.fill_(255 if self.cell_dtype == SCALED else float("nan"))
+        self.pool = [cells.layer(index) for index in range(shape.num_layers)]
         num_slots = len(lengths) + 2
         self.slots = self._random.sample(range(num_slots), len(lengths))
         self.state = DecodeState(
@@ -61,11 +71,29 @@ class Rig:
         where = torch.tensor(cells, dtype=torch.int64, device=self.device)
         for k, v in self.pool:
             for pool, kept in ((k, history.keys), (v, history.values)):
-                sizes = (len(cells), *pool.shape[1:])
-                content = torch.empty(sizes, dtype=pool.dtype, device=self.device).normal_(generator=generator)
-                pool[where] = content
-                kept.append(content.float())
+                sizes = (len(cells), self.shape.num_kv_heads, self.shape.head_dim)
+                content = torch.empty(sizes, dtype=self.shape.dtype, device=self.device).normal_(generator=generator)
+                if self.cell_dtype == SCALED:
+                    pool.view(torch.uint8)[where] = packed_rows(content)
+                else:
+                    pool[where] = content.to(pool.dtype)
+                kept.append(self.stored(content.float()))
         return history
+
+    def stored(self, heads: torch.Tensor) -> torch.Tensor:
+        """float32[T, J, D] of what cells hold of `heads`."""
+        if self.cell_dtype == SCALED:
+            return unpacked_rows(packed_rows(heads), *heads.shape[1:])
+        return heads.to(self.cell_dtype).float()
+
+    def newest(self, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V [J, D] of each layer in the last cell of sequence `index`."""
+        cell = self.cells[index][-1]
+        if self.cell_dtype != SCALED:
+            return [(k[cell], v[cell]) for k, v in self.pool]
+        sizes = self.shape.num_kv_heads, self.shape.head_dim
+        rows = [[plane.view(torch.uint8)[cell : cell + 1] for plane in pair] for pair in self.pool]
+        return [(unpacked_rows(k, *sizes)[0], unpacked_rows(v, *sizes)[0]) for k, v in rows]
 
     def place_rows(self) -> list[int]:
         """Gives every sequence a new cell and a row, in a new order each time; returns the sequence of each row."""
@@ -79,7 +107,7 @@ class Rig:
     def reference_logits(self) -> list[torch.Tensor]:
         """The reference's logits of every sequence for the tokens that the coming step feeds."""
         return [
-            reference_step(self.shape, self.exact, self.rotary, token, history)
+            reference_step(self.shape, self.exact, self.rotary, token, history, self.stored)
             for token, history in zip(self.tokens, self.histories, strict=True)
         ]
 

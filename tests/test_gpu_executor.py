@@ -204,7 +204,9 @@ def test_captured_prefills_give_the_same_tokens(name: str) -> None:
     """Steps of few tokens run at a captured width, wider ones eagerly; decodes ride in both."""
     model = tiny_model(name)
     requests = [request(prompt, NUM_TOKENS + index % 3) for index, prompt in enumerate(prompts(model))]
-    expected = Rig(torch_executor(model)).answer(requests)
+    few = [request(prompt) for prompt in prompts(model, (5, 14), seed=1)]
+    plain = Rig(torch_executor(model))
+    expected = plain.answer(requests), plain.answer_alone(few)
     chains: list[Lengths] = []
 
     def noting(chain: PrefillChain) -> Lengths:
@@ -214,12 +216,12 @@ def test_captured_prefills_give_the_same_tokens(name: str) -> None:
     rig = Rig(cuda_executor(model, prefill=noting, captured_widths=(8, 32)), depth=2)
     captures = list(chains[0].noted)
     assert set(captures) == ({32, 8} if not INTERPRETED else set())
-    assert rig.answer(requests) == expected
+    assert (rig.answer(requests), rig.answer_alone(few)) == expected
     forwards = [sum(c.length for c in step.chunks) for step in rig.steps if any(c.length > 1 for c in step.chunks)]
     eager = [length for length in forwards if length > 32]
-    few = [8 if length <= 8 else 32 for length in forwards if length <= 32]
-    assert few
-    assert chains[0].noted[len(captures) :] == eager if not INTERPRETED else set(chains[0].noted) >= {*eager, *few}
+    padded = {8 if length <= 8 else 32 for length in forwards if length <= 32}
+    assert padded == {8, 32}
+    assert chains[0].noted[len(captures) :] == eager if not INTERPRETED else set(chains[0].noted) >= {*eager, *padded}
 
 
 def test_slots_serve_many_sequences_after_one_another(model: Model) -> None:

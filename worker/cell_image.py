@@ -31,7 +31,8 @@ class CellLayout:
 
     @staticmethod
     def of(info: ProgramInfo) -> CellLayout:
-        return CellLayout(info.num_layers, info.num_kv_heads, info.head_dim, info.dtype, info.bytes_per_cell)
+        dtype = info.cell_dtype or info.dtype
+        return CellLayout(info.num_layers, info.num_kv_heads, info.head_dim, dtype, info.bytes_per_cell)
 
 
 @dataclass(frozen=True, slots=True)

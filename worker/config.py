@@ -13,6 +13,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
+KvCacheDtype = Literal["auto", "fp8", "bfloat16", "float16"]
 
 # Widest prefill unless told: a GPU needs thousands of rows to be busy for longer than launching a forward takes.
 CPU_PREFILL_TOKENS = 512
@@ -36,6 +37,7 @@ class EngineConfig(BaseModel):
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"
     quantization: Quantization = "none"
+    kv_cache_dtype: KvCacheDtype = "auto"
     max_model_len: int | None = Field(default=None, ge=1)
     max_cells: int | None = Field(default=None, ge=1)
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)

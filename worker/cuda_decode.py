@@ -60,7 +60,7 @@ class CudaDecode:
         rows. `capture` makes the steps ready, while nothing else runs on the device. `plan` says how a width runs, in
         place of `plan_decode`."""
         device, context, max_rows = pool.keys.device, len(rotary[0]), widths[-1]
-        shape = decode_shape(config, context, pool.keys.dtype)
+        shape = decode_shape(config, context, weights.embedding.dtype)
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         plan = plan or partial(plan_decode, hopper=hopper)
         self._plans = {width: plan(shape, width) for width in widths}
@@ -119,4 +119,4 @@ class CudaDecode:
 
 def _planes(pool: KvPool) -> list[tuple[Tensor, Tensor]]:
     """K and V of each layer."""
-    return list(zip(pool.keys.unbind(), pool.values.unbind(), strict=True))
+    return [pool.layer(index) for index in range(len(pool.keys))]

@@ -22,6 +22,7 @@ from planner.request import SamplingParams
 from planner.slices import Method, Slice
 from planner.step import Chunk, Step, SwapIn, SwapOut
 from worker.cell_image import CellLayout
+from worker.cell_rows import cell_dtype
 from worker.config import EngineConfig
 from worker.cuda_decode import CudaDecode
 from worker.cuda_executor import CudaExecutor
@@ -91,7 +92,8 @@ def make_cuda_executor(
     """An executor with a pool of `info.num_cells`, or one that grows to that from `initial_cells`. `rotary`: cos and
     sin, float32 [context, head_dim / 2]."""
     num_cells = initial_cells or info.num_cells
-    pool = KvPool(info.num_layers, num_cells, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
+    dtype = cell_dtype(info.cell_dtype, decoder.dtype)
+    pool = KvPool(info.num_layers, num_cells, info.num_kv_heads, info.head_dim, dtype, decoder.device)
     decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths)
     prefill = PrefillChain(decoder.config, decoder.weights, rotary, pool)
     captured = captured_prefills(info, decoder, prefill, pool)

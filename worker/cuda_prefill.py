@@ -63,7 +63,7 @@ class PrefillChain:
 
     def _attended(self, index: int, qkv: Tensor, plan: PrefillPlan) -> Tensor:
         config, layer = self._config, self._weights.layers[index]
-        keys, values = self._pool.keys[index], self._pool.values[index]
+        keys, values = self._pool.layer(index)
         query, attended = qkv.new_empty((2, len(qkv), config.num_heads, config.head_dim)).unbind()
         rotate_and_write(
             qkv, plan.positions, plan.new_cells, self._cos, self._sin, keys, values, query,

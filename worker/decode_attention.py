@@ -18,8 +18,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from worker.cell_scales import head_scales
 from worker.decode_parts import arrives_last, combined, combined_pieces, leave_part, splits_used
 from worker.decode_plan import ITEM_WORDS
+from worker.decode_scaled import older_scaled_cells
 
 LOG2_E = 1.4426950408889634
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
@@ -79,6 +81,20 @@ def _new_token(
 
 
 @triton.jit
+def _stored(x, into, scale_into, mask, is_mine, SCALED: tl.constexpr):
+    """A head [1, dims] in fp32 into its row, if it `is_mine`; returns what readers will find there."""
+    if SCALED:
+        scale = head_scales(tl.max(tl.abs(x), axis=1), tl.sum(x * 0.0, axis=1))
+        rounded = tl.div_rn(x, scale[:, None]).to(into.dtype.element_ty)
+        tl.store(into, rounded, mask=mask)
+        tl.store(scale_into + tl.arange(0, 1), scale, mask=is_mine)
+        return rounded.to(tl.float16).to(tl.float32) * scale[:, None]
+    rounded = x.to(into.dtype.element_ty)
+    tl.store(into, rounded, mask=mask)
+    return rounded.to(tl.float32)
+
+
+@triton.jit
 def _older_cells(
     q, largest, total, acc, cells, k_heads, v_heads, begin, end, dims, scale,
     CELL: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -91,13 +107,13 @@ def _older_cells(
         at = start + lanes
         cell = tl.load(cells + tl.minimum(at, end - 1)).to(tl.int64) * CELL
         k = tl.load(k_heads + cell[None, :] + tl.trans(dims), mask=tl.trans(inside), other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
         scores = tl.where((at < end)[None, :], scores, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, axis=1))
         kept = tl.exp2(largest - higher)
         p = tl.exp2(scores - higher[:, None])
         v = tl.load(v_heads + cell[:, None] + dims, mask=inside, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * kept[:, None], input_precision="ieee")
         total = total * kept + tl.sum(p, axis=1)
         largest = higher
     return largest, total, acc
@@ -106,13 +122,16 @@ def _older_cells(
 @triton.jit(do_not_specialize=["split_stride", "table_stride", "window"])
 def attention_kernel(
     qkv, split_stride, bias, q_norm, k_norm, cos, sin, row_slots, length, new_cells, table, table_stride,
-    k_pool, v_pool, out, part_out, part_max, part_sum, arrived, work, num_pieces, scale, eps, window,
+    k_pool, v_pool, k_scales, v_scales, out, part_out, part_max, part_sum, arrived, work, num_pieces, scale, eps,
+    window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     GROUP_PADDED: tl.constexpr, QKV_SPLITS: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, WINDOWED: tl.constexpr,
-    LAST_REDUCES: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+    LAST_REDUCES: tl.constexpr, LISTED: tl.constexpr, CELL: tl.constexpr, SCALED: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALE_STRIDE: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV_HEADS, SPLITS, rows). qkv [QKV_SPLITS, rows, (HEADS + 2 KV_HEADS) D]; pools [cells, KV_HEADS, D];
+    """Grid (KV_HEADS, SPLITS, rows). qkv [QKV_SPLITS, rows, (HEADS + 2 KV_HEADS) D]; pools [cells, KV_HEADS, D], or
+    scaled rows, whose float32 words are `k_scales` and `v_scales` (`worker.cell_scales.row_constants`);
     `scale` is the softmax scale times log2 e. A captured grid cannot follow the context, so a row uses as many of its
     SPLITS as there are shares of SHARE cells, and the other programs leave at once. SPLITS = 1 writes out
     [rows, HEADS D]; else partial results part_out fp32 [rows, HEADS, SPLITS, D], part_max and part_sum
@@ -124,7 +143,6 @@ def attention_kernel(
     kv_head = tl.program_id(0)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     COLUMNS: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
-    CELL: tl.constexpr = KV_HEADS * D
     dims = tl.arange(0, D_PADDED)[None, :]
     group = tl.arange(0, GROUP_PADDED)
     heads = kv_head * GROUP + group
@@ -163,21 +181,27 @@ def attention_kernel(
         qkv, row * COLUMNS, kv_head, heads, dims, mine, bias, q_norm, k_norm, cos, sin, position, split_stride, eps,
         HEADS, KV_HEADS, D, QKV_SPLITS, HAS_BIAS, QK_NORM,
     )  # fmt: skip
-    q = q.to(k_pool.dtype.element_ty)
-    k = k.to(k_pool.dtype.element_ty)
-    v = v.to(v_pool.dtype.element_ty)
     first = split == 0
-    tl.store(k_pool + new_cell * CELL + kv_head * D + dims, k, mask=valid & first)
-    tl.store(v_pool + new_cell * CELL + kv_head * D + dims, v, mask=valid & first)
-
-    new = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale
+    row_at = new_cell * CELL + kv_head * D
+    scale_at = new_cell * SCALE_STRIDE + SCALES_AT + kv_head
+    k = _stored(k, k_pool + row_at + dims, k_scales + scale_at, valid & first, first, SCALED)
+    v = _stored(v, v_pool + row_at + dims, v_scales + scale_at, valid & first, first, SCALED)
+    q = q.to(out.dtype.element_ty)
+    new = tl.sum(q.to(tl.float32) * k, axis=1) * scale
     largest = tl.where(first, new, float("-inf"))
     total = tl.where(first, tl.full([GROUP_PADDED], 1.0, tl.float32), 0.0)
-    acc = tl.zeros([GROUP_PADDED, D_PADDED], tl.float32) + tl.where(first, v.to(tl.float32), 0.0)
-    largest, total, acc = _older_cells(
-        q, largest, total, acc, cells, k_pool + kv_head * D, v_pool + kv_head * D,
-        begin, end, dims, scale, CELL, D, BLOCK,
-    )  # fmt: skip
+    acc = tl.zeros([GROUP_PADDED, D_PADDED], tl.float32) + tl.where(first, v, 0.0)
+    if SCALED:
+        largest, total, acc = older_scaled_cells(
+            q, largest, total, acc, cells, k_pool + kv_head * D, v_pool + kv_head * D,
+            k_scales + SCALES_AT + kv_head, v_scales + SCALES_AT + kv_head, begin, end, scale,
+            CELL, D, D_PADDED, GROUP_PADDED, BLOCK, SCALE_STRIDE, NATIVE,
+        )  # fmt: skip
+    else:
+        largest, total, acc = _older_cells(
+            q, largest, total, acc, cells, k_pool + kv_head * D, v_pool + kv_head * D, begin, end, dims, scale,
+            CELL, D, BLOCK,
+        )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
 

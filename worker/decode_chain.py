@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from worker.cell_scales import row_constants
 from worker.decode_attention import LOG2_E, attention_kernel
 from worker.decode_buffers import ARG_MAX_BLOCK, DecodeBuffers, head_programs, next_power_of_2
 from worker.decode_parts import reduce_kernel
@@ -30,7 +31,7 @@ state.bad_rows[:rows]), on the current stream, without waiting for the device.""
 
 
 class DecodeChain:
-    """One model's decode steps over one pool. `pool`: per layer K and V [cells + 1, kv_heads, head_dim], the last
+    """One model's decode steps over one pool. `pool`: K and V of each layer as `KvPool.layer` gives them, the last
     cell being scratch. `rotary`: cos and sin, float32 [context, head_dim / 2], element i turning with i + head_dim / 2.
     All weights are contiguous. All tensors must stay where they are for as long as a captured step is replayed."""
 
@@ -86,6 +87,8 @@ class DecodeChain:
     ) -> None:
         s, b, state, tile = self._shape, self._buffers, self._state, plan.attention
         k_pool, v_pool = self._pool[index]
+        rows = row_constants(k_pool, s.num_kv_heads, s.head_dim)
+        k_scales, v_scales = (p.view(torch.float32) if rows["SCALED"] else p for p in (k_pool, v_pool))
         window = s.windows[index]
         none = b.sums  # stands in for the pointers that this model's kernel never reads
         listed = tile.pieces is not None
@@ -96,13 +99,15 @@ class DecodeChain:
             layer.query_norm if layer.query_norm is not None else none,
             layer.key_norm if layer.key_norm is not None else none,
             self._cos, self._sin, state.row_slots, state.length, state.new_cells, state.table, state.context,
-            k_pool, v_pool, b.attended, b.part_out, b.part_max, b.part_sum, b.arrived, b.work, b.num_pieces,
+            k_pool, v_pool, k_scales, v_scales, b.attended, b.part_out, b.part_max, b.part_sum, b.arrived, b.work,
+            b.num_pieces,
             s.head_dim**-0.5 * LOG2_E, s.norm_eps, window or 0,
-            HEADS=s.num_heads, KV_HEADS=s.num_kv_heads, D=s.head_dim, D_PADDED=max(16, next_power_of_2(s.head_dim)),
+            HEADS=s.num_heads, KV_HEADS=s.num_kv_heads, D=s.head_dim,
+            D_PADDED=max(32 if rows["SCALED"] else 16, next_power_of_2(s.head_dim)),
             GROUP_PADDED=max(16, next_power_of_2(s.num_heads // s.num_kv_heads)), QKV_SPLITS=splits,
             SPLITS=tile.splits, SHARE=tile.share, BLOCK=tile.block, HAS_BIAS=layer.qkv_bias is not None,
             QK_NORM=s.qk_norm, WINDOWED=window is not None, LISTED=listed,
-            LAST_REDUCES=tile.reduce is Reduce.LAST_PROGRAM,
+            LAST_REDUCES=tile.reduce is Reduce.LAST_PROGRAM, **rows,
             **_launch(plan, tile.warps, tile.stages),
         )  # fmt: skip
         if tile.splits > 1 and tile.reduce is Reduce.KERNEL:

@@ -21,6 +21,7 @@ class ProgramInfo:
 
     W = `max_prefill_tokens`, m = `min_prefill_tokens`, 2 <= m <= W. `widths` ascend from 1. `num_cells` excludes the
     scratch cell. Cache geometry: per layer K and V of `[num_cells, num_kv_heads, head_dim]`.
+    `cell_dtype`: of keys and values, where it is not the model's `dtype`; "fp8" is e4m3 with a scale a head.
     `swap_blocks` of `swap_block_cells` cells each: host memory that steps may swap to; none where it cannot swap.
     `weight_bytes`: what a decode forward reads of its weights, each once; it sets the floor of a decode step.
     """
@@ -40,6 +41,7 @@ class ProgramInfo:
     device: str
     bytes_per_cell: int
     weight_bytes: int = 0
+    cell_dtype: str | None = None
     swap_blocks: int = 0
     swap_block_cells: int = SWAP_BLOCK_CELLS
 

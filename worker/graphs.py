@@ -30,6 +30,7 @@ class DecodeGraphs:
     def __init__(self, step: Callable[[int, Draw], None], widths: Sequence[int], draws: Sequence[Draw]) -> None:
         assert widths
         self._widths = tuple(sorted(widths))
+        self._step = step  # which owns what the graphs have the addresses of
         self._graphs: dict[tuple[int, Draw], torch.cuda.CUDAGraph] = {}
         memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for width in reversed(self._widths):
@@ -61,4 +62,5 @@ def captured(run: Callable[[], Result], memory: Any, stream: torch.cuda.Stream) 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=memory, stream=stream):
         result = run()
+    graph.replay()  # the first one brings the graph to the device, which takes longer than the step does
     return graph, result

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from worker.cell_rows import SCALED, row_shape, storage_dtype
+
 
 class KvPool:
-    """Per layer K and V `[num_cells + 1, num_kv_heads, head_dim]`. Owner: the executor.
+    """Per layer K and V `[num_cells + 1, num_kv_heads, head_dim]`, or of scaled rows as bytes `[num_cells + 1, 1, row]`
+    where `dtype` is float8_e4m3fn (`worker.cell_rows`). Owner: the executor.
 
     The last cell is scratch: padding reads it (it starts as zeros) and nothing depends on what it holds. Other cells
     are not initialised, so on the CPU a cell that was never written costs no memory.
@@ -24,12 +27,21 @@ class KvPool:
     ) -> None:
         self.num_cells = num_cells
         self.keys, self.values = (
-            _cells(num_layers, num_cells, (num_kv_heads, head_dim), dtype, device) for _ in ("keys", "values")
+            _cells(num_layers, num_cells, row_shape(num_kv_heads, head_dim, dtype), storage_dtype(dtype), device)
+            for _ in ("keys", "values")
         )
+        self.dtype = dtype
 
     @property
     def scratch_cell(self) -> int:
         return self.num_cells
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer as its kernels take them: scaled rows as float8_e4m3fn[num_cells + 1, row]."""
+        keys, values = self.keys[index], self.values[index]
+        if self.dtype != SCALED:
+            return keys, values
+        return keys.view(SCALED).squeeze(1), values.view(SCALED).squeeze(1)
 
     def grow(self, num_cells: int) -> None:
         """Move to tensors of `num_cells` cells, more than before; what cells hold stays, byte by byte.
@@ -46,7 +58,9 @@ class KvPool:
         self.keys, self.values, self.num_cells = keys, values, num_cells
 
     def write(self, layer: int, cells: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put row i of `key` and `value` [T, num_kv_heads, head_dim] into cell `cells[i]`, int64[T]."""
+        """Put row i of `key` and `value` [T, num_kv_heads, head_dim] into cell `cells[i]`, int64[T]. Not for scaled
+        rows, which only kernels write."""
+        assert self.dtype != SCALED
         self.keys[layer].index_copy_(0, cells, key)
         self.values[layer].index_copy_(0, cells, value)
 
@@ -59,4 +73,5 @@ def _cells(num_layers: int, num_cells: int, row: tuple[int, int], dtype: torch.d
 
 def bytes_per_cell(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """K and V of one token in all layers."""
-    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+    heads, size = row_shape(num_kv_heads, head_dim, dtype)
+    return 2 * num_layers * heads * size * dtype.itemsize

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.attention import Span
+from worker.cell_scales import WEIGHT_GAIN, row_constants
 from worker.kv_pool import KvPool
 from worker.prefill_plan import LONG_ROWS, SHORT_ROWS, WIDE_ROWS, PrefillPlan, plan_prefill
 from worker.write_cells import write_cells
@@ -34,11 +35,15 @@ def attend(
 
     A token at position p sees positions [max(0, p - window + 1), p] of its own sequence; their cells were written
     before, this step's own ones too. All of one dtype: bfloat16, float16 or float32 (then without tensor cores);
-    float32 sums. `query` rows may be strided; heads and dimensions are contiguous.
+    float32 sums. `query` rows may be strided; heads and dimensions are contiguous. `keys` and `values` may also be
+    scaled rows, as `KvPool.layer` gives them, or of another 16-bit dtype than `query`.
     """
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = keys.shape[1]
+    num_kv_heads = num_heads // plan.shared_heads
     assert num_heads == num_kv_heads * plan.shared_heads
+    rows = row_constants(keys, num_kv_heads, head_dim)
+    scaled = rows["SCALED"]
+    assert scaled or keys.shape[1:] == (num_kv_heads, head_dim)
     assert num_tokens == plan.num_tokens
     assert query.stride()[1:] == (head_dim, 1)
     assert out.is_contiguous()
@@ -46,7 +51,7 @@ def attend(
     assert values.is_contiguous()
     exact = query.dtype == torch.float32
     # A wide tile's query and its cells in flight must fit into shared memory.
-    wide = WIDE_ROWS if not exact and head_dim <= 128 else LONG_ROWS
+    wide = WIDE_ROWS if not (exact or scaled) and head_dim <= 128 else LONG_ROWS
     for tiles, tile_rows, block_rows in (
         (plan.wide_tiles, WIDE_ROWS, wide),
         (plan.long_tiles, LONG_ROWS, LONG_ROWS),
@@ -59,6 +64,8 @@ def attend(
             query,
             keys,
             values,
+            keys.view(torch.float32) if scaled else keys,
+            values.view(torch.float32) if scaled else values,
             out,
             tiles,
             plan.chunks,
@@ -77,6 +84,7 @@ def attend(
             PRECISION="ieee" if exact else "tf32",
             num_warps=_WARPS[block_rows],
             num_stages=2 if exact else 5,
+            **rows,
         )
 
 
@@ -90,7 +98,7 @@ class CellAttention:
         self._plan = plan_prefill(spans, num_heads // pool.keys.shape[2], pool.keys.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        keys, values = self._pool.layer(layer)
         write_cells(key, value, self._plan.new_cells, keys, values)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         attend(query, keys, values, self._plan, out, self._windows[layer])
@@ -99,10 +107,11 @@ class CellAttention:
 
 @triton.jit(do_not_specialize=["window"])
 def _attend(
-    query, keys, values, out, tiles, chunks, cells, query_stride, window, scale,
+    query, keys, values, key_scales, value_scales, out, tiles, chunks, cells, query_stride, window, scale,
     NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_CELLS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CELL: tl.constexpr, SCALED: tl.constexpr, SCALES_AT: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One of PARTS parts of a tile of rows, and one key/value head. Row r of a chunk is token r // SHARED, head
     r % SHARED of the group. A tile of chunk -1 is none."""
@@ -128,8 +137,12 @@ def _attend(
     packed = (first_token + token).to(tl.int64)[:, None]
     column = ((kv_head * SHARED + row % SHARED) * HEAD_DIM)[:, None] + dim[None, :]
     q = tl.load(query + packed * query_stride + column, mask=is_row, other=0.0)
+    if SCALED and PRECISION == "tf32":
+        q = q.to(tl.float16)  # which e4m3 becomes in one instruction
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
+    key_scales += SCALES_AT + kv_head
+    value_scales += SCALES_AT + kv_head
     cells += first_cell
 
     lowest = start + first_row // SHARED
@@ -146,18 +159,20 @@ def _attend(
     state = (top, mass, mixed)
     if HAS_WINDOW:
         state = _mix(
-            q, state, keys, values, cells, begin, seen_by_all, end, position, window, scale,
-            NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_DIM, BLOCK_CELLS, True, HAS_WINDOW, PRECISION,
+            q, state, keys, values, key_scales, value_scales, cells, begin, seen_by_all, end, position, window, scale,
+            CELL, SCALE_STRIDE, HEAD_DIM, BLOCK_DIM, BLOCK_CELLS, True, HAS_WINDOW, SCALED, PRECISION,
         )  # fmt: skip
     state = _mix(
-        q, state, keys, values, cells, seen_by_all, diagonal, end, position, window, scale,
-        NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_DIM, BLOCK_CELLS, False, HAS_WINDOW, PRECISION,
+        q, state, keys, values, key_scales, value_scales, cells, seen_by_all, diagonal, end, position, window, scale,
+        CELL, SCALE_STRIDE, HEAD_DIM, BLOCK_DIM, BLOCK_CELLS, False, HAS_WINDOW, SCALED, PRECISION,
     )  # fmt: skip
     state = _mix(
-        q, state, keys, values, cells, diagonal, end, end, position, window, scale,
-        NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_DIM, BLOCK_CELLS, True, HAS_WINDOW, PRECISION,
+        q, state, keys, values, key_scales, value_scales, cells, diagonal, end, end, position, window, scale,
+        CELL, SCALE_STRIDE, HEAD_DIM, BLOCK_DIM, BLOCK_CELLS, True, HAS_WINDOW, SCALED, PRECISION,
     )  # fmt: skip
     top, mass, mixed = state
+    if SCALED:
+        mass *= WEIGHT_GAIN
     mixed = mixed / mass[:, None]
     out_stride = NUM_KV_HEADS * SHARED * HEAD_DIM
     tl.store(out + packed * out_stride + column, mixed.to(out.dtype.element_ty), mask=is_row)
@@ -165,9 +180,10 @@ def _attend(
 
 @triton.jit
 def _mix(
-    q, state, keys, values, cells, begin, stop, end, position, window, scale,
-    CELL_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_CELLS: tl.constexpr,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    q, state, keys, values, key_scales, value_scales, cells, begin, stop, end, position, window, scale,
+    CELL: tl.constexpr, SCALE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_CELLS: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Go on with the running softmax over positions [begin, stop); without MASKED every row sees all of them."""
     top, mass, mixed = state
@@ -179,7 +195,7 @@ def _mix(
             cell = tl.load(cells + seen, mask=seen < end, other=0).to(tl.int64)
         else:
             cell = tl.load(cells + seen).to(tl.int64)
-        offset = (cell * CELL_STRIDE)[:, None] + dim[None, :]
+        offset = (cell * CELL)[:, None] + dim[None, :]
         if MASKED:
             # What lies beyond the end is another's, and may be NaN, which no weight of zero takes away.
             is_there = is_dim & (seen < end)[:, None]
@@ -191,7 +207,15 @@ def _mix(
         else:
             k = tl.load(keys + offset, mask=is_dim, other=0.0)
             v = tl.load(values + offset, mask=is_dim, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
+        if SCALED:
+            if MASKED:  # beyond the end a scale is another's, too
+                key_scale = tl.load(key_scales + cell * SCALE_STRIDE, mask=seen < end, other=0.0)
+                value_scale = tl.load(value_scales + cell * SCALE_STRIDE, mask=seen < end, other=0.0)
+            else:
+                key_scale = tl.load(key_scales + cell * SCALE_STRIDE)
+                value_scale = tl.load(value_scales + cell * SCALE_STRIDE)
+            score *= key_scale[None, :]
         if MASKED:
             is_seen = seen[None, :] <= position[:, None]
             if HAS_WINDOW:
@@ -203,6 +227,8 @@ def _mix(
         weight = tl.exp2(score - base[:, None])
         decay = tl.exp2(top - base)
         mass = mass * decay + tl.sum(weight, axis=1)
-        mixed = tl.dot(weight.to(v.dtype), v, mixed * decay[:, None], input_precision=PRECISION)
+        if SCALED:
+            weight *= (value_scale * WEIGHT_GAIN)[None, :]
+        mixed = tl.dot(weight.to(q.dtype), v.to(q.dtype), mixed * decay[:, None], input_precision=PRECISION)
         top = new_top
     return top, mass, mixed

@@ -10,6 +10,7 @@ import torch
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, UnsupportedModel
 from planner.limits import SWAP_BLOCK_CELLS
 from worker.cell_image import CellLayout
+from worker.cell_rows import cell_dtype
 from worker.config import CPU_PREFILL_TOKENS, CPU_SWAP_SPACE, GPU_PREFILL_TOKENS, GPU_SWAP_SPACE, EngineConfig
 from worker.cpu_forwards import forwards_of
 from worker.executor import Executor, ProgramInfo
@@ -100,7 +101,8 @@ def load_program(config: EngineConfig) -> Program:
     context = min(model.context, config.max_model_len or model.context)
     least = _min_prefill(config)
     weights = quantize_weights(_weights(config, model, source, dtype, device), config.quantization)
-    cell_bytes = bytes_per_cell(model.num_layers, model.num_kv_heads, model.head_dim, dtype)
+    cells = _cells_named(config, dtype, device)
+    cell_bytes = bytes_per_cell(model.num_layers, model.num_kv_heads, model.head_dim, cell_dtype(cells, dtype))
     info = ProgramInfo(
         name=path.stem if path.suffix == ".gguf" else path.resolve().name,
         architecture=model.architecture,
@@ -118,6 +120,7 @@ def load_program(config: EngineConfig) -> Program:
         device=str(device),
         bytes_per_cell=cell_bytes,
         weight_bytes=weights.bytes_read,
+        cell_dtype=cells,
         swap_blocks=blocks_in(swap_space(config, device), SWAP_BLOCK_CELLS, cell_bytes),
     )
     return Program(info, Decoder(model, weights, context))
@@ -167,6 +170,20 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> to
     if name not in _DTYPES:
         raise UnsupportedModel(f"the checkpoint's dtype {name!r} is not supported; supported are {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def _cells_named(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Name of what keys and values are kept in; None for the model's own."""
+    asked = config.kv_cache_dtype
+    if asked == "auto" or cell_dtype(asked, dtype) == dtype:
+        return None
+    if device.type != "cuda" or config.quantization != "none":
+        raise InvalidConfiguration(
+            f"kv_cache_dtype is {asked}, and only an unquantized model on a GPU keeps keys and values in other numbers "
+            f"than its own, which are {str(dtype).removeprefix('torch.')}",
+            param="kv_cache_dtype",
+        )
+    return asked
 
 
 def swap_space(config: EngineConfig, device: torch.device) -> float:

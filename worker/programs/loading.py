@@ -107,6 +107,12 @@ def _check_settings(metadata: ProgramMetadata, config: EngineConfig) -> None:
         asked, made = getattr(config, name), getattr(metadata, name)
         if name in config.model_fields_set and asked not in ("auto", made):
             raise InvalidConfiguration(f"{name} {asked} was asked for, and the program was made for {made}", param=name)
+    if config.kv_cache_dtype not in ("auto", metadata.dtype):
+        raise InvalidConfiguration(
+            f"kv_cache_dtype is {config.kv_cache_dtype}, and a program keeps keys and values in its own numbers, which "
+            f"are {metadata.dtype}",
+            param="kv_cache_dtype",
+        )
     if config.load_format == "dummy":
         raise InvalidConfiguration(
             "a program has its weights: load_format dummy means nothing here", param="load_format"
