@@ -93,7 +93,7 @@ class Model:
             name="tiny", architecture=config.architecture, vocab_size=config.vocab_size, context=CONTEXT,
             max_prefill_tokens=max_prefill_tokens, min_prefill_tokens=2, widths=widths, num_cells=num_cells,
             num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            dtype=str(self.dtype), device=str(DEVICE), **changes,
+            dtype=str(self.dtype), device=str(DEVICE), vector_size=config.hidden_size, **changes,
             bytes_per_cell=bytes_per_cell(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype),
         )  # fmt: skip
 
@@ -230,6 +230,7 @@ class Rig:
             "max_steps_in_flight": depth,
             "swap_blocks": info.swap_blocks,
             "swap_block_cells": info.swap_block_cells,
+            "pools": info.vector_size is not None,
         }
         self.executor = executor
         self.depth = depth

@@ -18,7 +18,7 @@ import numpy as np
 
 from planner.errors import ForwardFailed, RequestFailed
 from planner.limits import Limits
-from planner.request import Request, SamplingParams, TokenLogprobs, sequence_seed
+from planner.request import Pooling, Request, SamplingParams, TokenLogprobs, Vector, sequence_seed
 from planner.slices import Method
 from planner.step import Chunk, ChunkOutput, Step, StepResult
 from tests.fake_pool import NO_HISTORY, FakePool, WrongStepError, next_hash
@@ -46,6 +46,7 @@ def fake_info(**changes: Any) -> ProgramInfo:
         "dtype": "float32",
         "device": "cpu",
         "bytes_per_cell": 8,
+        "vector_size": 3,
     }
     return ProgramInfo(**(fields | changes))
 
@@ -62,6 +63,7 @@ def fake_limits(info: ProgramInfo, **changes: Any) -> Limits:
         "max_num_seqs": 16,
         "max_batched_tokens": 64,
         "prefill_chunk_tokens": 32,
+        "pools": info.vector_size is not None,
     }
     return Limits(**(fields | changes))
 
@@ -259,7 +261,7 @@ class FakeExecutor:
         if chunk.prompt_targets is not None:
             prompt_logprobs = tuple(_logprobs(token, chunk.sampling) for token in chunk.prompt_targets.tolist())
         if not chunk.samples:
-            return ChunkOutput(prompt_logprobs=prompt_logprobs)
+            return ChunkOutput(prompt_logprobs=prompt_logprobs, pooled=_pooled(chunk))
         position = chunk.start + chunk.length
         token = self._script.get(position)
         if token is None:
@@ -318,6 +320,16 @@ def make_fake_executor(config: EngineConfig, _: VocabularySource | None = None) 
 
 def _no_chunk(_: Chunk) -> bool:
     return False
+
+
+def _pooled(chunk: Chunk) -> Vector | None:
+    """As if a row's hidden state were its token, its position and 1."""
+    if chunk.pooling is None or chunk.tokens is None:
+        return None
+    positions = np.arange(chunk.start, chunk.start + chunk.length)
+    rows = np.stack([chunk.tokens, positions, np.ones(chunk.length)], axis=1).astype(np.float32)
+    pooled: Vector = rows[-1] if chunk.pooling is Pooling.LAST else rows.sum(axis=0)
+    return pooled
 
 
 def _logprobs(token: int, sampling: SamplingParams) -> TokenLogprobs:

@@ -19,7 +19,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 pytestmark = pytest.mark.gpu
 
 from planner.errors import ForwardFailed  # noqa: E402
-from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, Update  # noqa: E402
+from planner.request import FinishReason, Pooling, Request, SamplingParams, TokenLogprobs, Update  # noqa: E402
 from planner.slices import Method  # noqa: E402
 from tests.cuda_rig import MODELS, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
 from worker.cuda_prefill import PrefillChain  # noqa: E402
@@ -55,6 +55,20 @@ def test_greedy_answers_are_the_torch_executors(name: str, depth: int) -> None:
     rig = Rig(cuda_executor(model), depth=depth)
     assert rig.answer(requests) == expected
     assert any(chunk.tokens is None for step in rig.steps for chunk in step.chunks) == (depth == 2)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_vectors_are_the_torch_executors_beside_answers(model: Model, depth: int) -> None:
+    asked = [request(prompt) for prompt in prompts(model)]
+    asked += [request(prompt, 0, pooling=pooling) for prompt in prompts(model) for pooling in Pooling]
+
+    def vectors(rig: Rig) -> list[tuple[float, ...]]:
+        return [vector for news in rig.updates(asked) if (vector := news[-1].vector)]
+
+    expected = vectors(Rig(torch_executor(model)))
+    assert len(expected) == 2 * len(LENGTHS)
+    found = vectors(Rig(cuda_executor(model), depth=depth, prefill_chunk_tokens=7))
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 8])

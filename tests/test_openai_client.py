@@ -157,6 +157,28 @@ async def test_a_crowd_hears_each_its_own_answer(async_client: openai.AsyncOpenA
     assert await asyncio.gather(*(ask(prompt) for prompt in prompts * 4)) == alone * 4
 
 
+def test_a_streamed_response_says_what_the_whole_one_says(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "input": QUESTION[0]["content"], "temperature": 0, "max_output_tokens": 12}
+    whole = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert "Paris" in whole.output_text
+    last: Any = events[-1]
+    assert last.type in ("response.completed", "response.incomplete")
+    assert last.response.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_vectors_of_like_texts_are_nearer_than_others(client: openai.OpenAI) -> None:
+    texts = ["The cat sat on the mat.", "A cat was sitting on a mat.", "def add(a, b): return a + b"]
+    told = client.embeddings.create(model=MODEL, input=texts, extra_body={"pooling": "mean"})
+    first, like, other = [one.embedding for one in told.data]
+    assert len(first) == 576
+    near, far = (sum(a * b for a, b in zip(first, vector, strict=True)) for vector in (like, other))
+    assert 1.0 >= near > far
+    alone = client.embeddings.create(model=MODEL, input=texts[0], extra_body={"pooling": "mean"}).data[0].embedding
+    assert alone == pytest.approx(first, abs=1e-4)
+
+
 def test_models_are_listed_and_found_by_name(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL

@@ -70,6 +70,7 @@ class Rig:
             prefill_chunk_tokens=prefill_chunk_tokens,
             swap_blocks=info.swap_blocks,
             swap_block_cells=info.swap_block_cells,
+            pools=info.vector_size is not None,
             **changes,
         )
         self.planner = Planner(self.limits)

@@ -23,6 +23,7 @@ class ProgramInfo:
     scratch cell. Cache geometry: per layer K and V of `[num_cells, num_kv_heads, head_dim]`.
     `cell_dtype`: of keys and values, where it is not the model's `dtype`; "fp8" is e4m3 with a scale a head.
     `swap_blocks` of `swap_block_cells` cells each: host memory that steps may swap to; none where it cannot swap.
+    `vector_size`: numbers of a prompt's vector; None where the program gives none.
     `weight_bytes`: what a decode forward reads of its weights, each once; it sets the floor of a decode step.
     """
 
@@ -44,6 +45,7 @@ class ProgramInfo:
     cell_dtype: str | None = None
     swap_blocks: int = 0
     swap_block_cells: int = SWAP_BLOCK_CELLS
+    vector_size: int | None = None
 
 
 class Executor(Protocol):
@@ -94,5 +96,6 @@ def limits_for(config: EngineConfig, info: ProgramInfo, max_steps_in_flight: int
         prefix_caching=config.prefix_caching,
         swap_blocks=info.swap_blocks,
         swap_block_cells=info.swap_block_cells,
+        pools=info.vector_size is not None,
         tenant_weights=config.tenant_weights,
     )

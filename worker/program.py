@@ -122,6 +122,7 @@ def load_program(config: EngineConfig) -> Program:
         weight_bytes=weights.bytes_read,
         cell_dtype=cells,
         swap_blocks=blocks_in(swap_space(config, device), SWAP_BLOCK_CELLS, cell_bytes),
+        vector_size=model.hidden_size,
     )
     return Program(info, Decoder(model, weights, context))
 

@@ -241,4 +241,5 @@ def _worker_info(info: ProgramInfo, worker_id: str, max_num_seqs: int) -> pb.Wor
         max_num_seqs=max_num_seqs,
         device=info.device,
         dtype=info.dtype,
+        vector_size=info.vector_size,
     )
