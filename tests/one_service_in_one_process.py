@@ -1,43 +1,48 @@
 """Which tests one process runs, where several processes run tests side by side.
 
-The group marks of pytest-xdist 3.8 have no effect with pytest 9.2: they travel in the ids of tests, which it keeps.
+The group marks of pytest-xdist 3.8 have no effect with pytest 9.2: they travel in the ids of tests, which it keeps. And
+the process that deals tests out knows nothing of them but their ids; so it reads in their files what they ask for.
 """
 
 from __future__ import annotations
 
-from pathlib import PurePath
-from typing import Final
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any, Final
 
 from xdist.scheduler import LoadScopeScheduling
 
-FILES_THAT_SHARE: Final = {
-    "smollm2_service": (
-        "test_affinity_service.py",
-        "test_cancel_storm.py",
-        "test_failover_service.py",
-        "test_metrics_service.py",
-        "test_openai_client.py",
-        "test_page_service.py",
-        "test_service.py",
-        "test_smoke.py",
-    ),
-    "fronted_service": ("test_grpc_service.py", "test_serve_app.py"),
-    "stormed_service": ("test_failover_storm.py", "test_soak.py", "test_traces_service.py"),
-}
-SERVICES: Final = {file: service for service, files in FILES_THAT_SHARE.items() for file in files}
+SHARED_SERVICES: Final = ("smollm2_service", "fronted_service", "stormed_service")
+"""Fixtures of a whole run, in tests/conftest.py."""
+
 FRONTS: Final = ("haproxy", "python")
 
 
 class OneServiceInOneProcess(LoadScopeScheduling):
     """A service that files share is started once; other files are a group each. The largest groups come first."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._services = services_of_files(Path(__file__).parent)
+
     def _split_scope(self, nodeid: str) -> str:
-        return group_of(nodeid)
+        return group_of(nodeid, self._services)
 
 
-def group_of(test: str) -> str:
+def services_of_files(folder: Path) -> dict[str, str]:
+    """The shared service that tests of a file ask for, by the file's name; the first one, should there be two."""
+    found = {}
+    for file in folder.glob("test_*.py"):
+        asked = re.search(rf"\b({'|'.join(SHARED_SERVICES)}): ", file.read_text())
+        if asked is not None:
+            found[file.name] = asked[1]
+    return found
+
+
+def group_of(test: str, services: Mapping[str, str]) -> str:
     """By the id of a test. `fronted_service` is two services, which have nothing in common."""
     path, _, name = test.partition("::")
     file = PurePath(path).name
     parameters = name.partition("[")[2].rstrip("]").split("-")
-    return " ".join([SERVICES.get(file, file), *(front for front in FRONTS if front in parameters)])
+    return " ".join([services.get(file, file), *(front for front in FRONTS if front in parameters)])
