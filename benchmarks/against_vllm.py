@@ -22,10 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from cluster import workload
 from cluster.workload import Item
+from worker.config import KvCacheDtype
 
 BATCH_SIZES = (1, 8, 32, 64, 128, 256)
 SEED = 0
@@ -79,7 +80,9 @@ def loads_s(seconds: Seconds, vocab_size: int, batch_sizes: Sequence[int]) -> di
     return figures
 
 
-def raycomb(folder: str, shape: dict[str, Any], batch_sizes: Sequence[int]) -> dict[str, Any]:
+def raycomb(
+    folder: str, shape: dict[str, Any], batch_sizes: Sequence[int], kv_cache_dtype: KvCacheDtype = "auto"
+) -> dict[str, Any]:
     from cluster.bench_offline import OfflineBench
     from cluster.offline_engine import open_offline
     from worker.config import EngineConfig
@@ -88,7 +91,7 @@ def raycomb(folder: str, shape: dict[str, Any], batch_sizes: Sequence[int]) -> d
     config = EngineConfig(
         model=folder, device="cuda", load_format="dummy", max_model_len=4096, max_num_seqs=256,
         max_prefill_tokens=STEP_TOKENS, max_num_batched_tokens=STEP_TOKENS, prefill_chunk_tokens=2048,
-        prefix_caching=False,
+        prefix_caching=False, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     with open_offline(config) as engine:
         started = time.perf_counter() - began
@@ -96,7 +99,8 @@ def raycomb(folder: str, shape: dict[str, Any], batch_sizes: Sequence[int]) -> d
         figures = loads_s(bench.seconds, shape["vocab_size"], batch_sizes)
         info = engine.info
     sizes = {"weight_bytes": info.weight_bytes, "bytes_per_cell": info.bytes_per_cell, "num_cells": info.num_cells}
-    return {**figures, **sizes, "startup_s": started, "torch": version("torch"), "triton": version("triton")}
+    made = {"kv_cache_dtype": kv_cache_dtype, "torch": version("torch"), "triton": version("triton")}
+    return {**figures, **sizes, "startup_s": started, **made}
 
 
 def vllm(folder: str, shape: dict[str, Any], batch_sizes: Sequence[int]) -> dict[str, Any]:
@@ -151,7 +155,7 @@ def transformers(folder: str, shape: dict[str, Any], batch_sizes: Sequence[int])
     return {f"decode{TRANSFORMERS_BATCH}_ms": step_ms, "transformers": version("transformers")}
 
 
-SIDES = {"raycomb": raycomb, "vllm": vllm, "transformers": transformers}
+SIDES: dict[str, Callable[..., dict[str, Any]]] = {"raycomb": raycomb, "vllm": vllm, "transformers": transformers}
 
 
 def compared(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -190,6 +194,8 @@ def main() -> None:
         command.add_argument("shape", choices=SHAPES)
         command.add_argument("--batch-sizes", type=int, nargs="+", default=list(BATCH_SIZES))
         command.add_argument("--output", type=Path, required=True)
+        if side == "raycomb":
+            command.add_argument("--kv-cache-dtype", choices=get_args(KvCacheDtype), default="auto")
     compare = commands.add_parser("compare")
     compare.add_argument("results", type=Path, nargs="+")
     compare.add_argument("--keep", action="store_true", help="write a dated result file")
@@ -205,7 +211,8 @@ def main() -> None:
     shape = SHAPES[args.shape]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(shape))
-        figures = SIDES[args.command](folder, shape, args.batch_sizes)
+        options = {"kv_cache_dtype": args.kv_cache_dtype} if args.command == "raycomb" else {}
+        figures = SIDES[args.command](folder, shape, args.batch_sizes, **options)
     args.output.write_text(json.dumps({"side": args.command, "shape": args.shape, "figures": figures}) + "\n")
 
 

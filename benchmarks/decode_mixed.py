@@ -19,6 +19,7 @@ import torch
 from benchmarks.decode_step import READ_BYTES_PER_S, SHAPES, STEPS, Bench, warm_clocks
 from benchmarks.record import record
 from cluster import workload
+from worker.cell_rows import SCALED
 from worker.config import EngineConfig
 from worker.decode_plan import plan_decode
 
@@ -56,13 +57,15 @@ def total_s(steps: Sequence[int], milliseconds: Sequence[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--fp8", action="store_true", help="keys and values of eight bits with a scale a head")
     parser.add_argument("--keep", action="store_true", help="write a dated result file")
     args = parser.parse_args()
     hopper = torch.cuda.get_device_capability() >= (9, 0)
     rows: list[dict[str, object]] = []
     for name in args.shape or SHAPES:
         shape, load = SHAPES[name], moments()
-        bench = Bench(shape, 256, max(sum(moment.contexts) for moment in load) + 2 * STEPS * 256)
+        num_cells = max(sum(moment.contexts) for moment in load) + 2 * STEPS * 256
+        bench = Bench(shape, 256, num_cells, SCALED if args.fp8 else None)
         warm_clocks()
         times, floors = [], []
         for moment in load:
@@ -80,7 +83,12 @@ def main() -> None:
         print(f"{name}: {total_s(at, times):.3f} s, floor {total_s(at, floors):.3f} s", flush=True)
         rows.append({"shape": name, "seconds": total_s(at, times), "floor_s": total_s(at, floors)})
         del bench
-    config = {"read_bytes_per_s": READ_BYTES_PER_S, "device": torch.cuda.get_device_name(), "lengths": LENGTHS}
+    config = {
+        "read_bytes_per_s": READ_BYTES_PER_S,
+        "device": torch.cuda.get_device_name(),
+        "lengths": LENGTHS,
+        "fp8": args.fp8,
+    }
     record("decode-mixed", config, {"rows": rows}, keep=args.keep)
 
 

@@ -24,12 +24,14 @@ import torch
 import triton
 
 from tests.decode_reference import random_weights, rotary_tables
+from worker.cell_rows import SCALED, packed_rows
 from worker.decode_buffers import DecodeBuffers
 from worker.decode_chain import DecodeChain
 from worker.decode_plan import DecodePlan, plan_decode
 from worker.decode_shape import DecodeShape
 from worker.decode_state import DecodeState, PendingTokens
 from worker.graphs import DecodeGraphs, Draw
+from worker.kv_pool import KvPool, bytes_per_cell
 
 READ_BYTES_PER_S = 4.38e12
 STEPS = 24
@@ -49,18 +51,22 @@ class Bench:
     """One model's weights, pool and state; times any plan of any width up to `max_width`, for rows of any lengths that
     together fit into `num_cells` shuffled cells (with 2 STEPS more a row)."""
 
-    def __init__(self, shape: DecodeShape, max_width: int, num_cells: int) -> None:
+    def __init__(
+        self, shape: DecodeShape, max_width: int, num_cells: int, cell_dtype: torch.dtype | None = None
+    ) -> None:
         device = torch.device("cuda")
         self.shape, self.device = shape, device
         self.weights = random_weights(shape, device)
         self.rotary = rotary_tables(shape, device)
         num_cells = max(num_cells, 8192)
-        sizes = (num_cells + 1, shape.num_kv_heads, shape.head_dim)
-        self.pool = [
-            (torch.empty(sizes, device=device, dtype=shape.dtype).normal_(),
-             torch.empty(sizes, device=device, dtype=shape.dtype).normal_())
-            for _ in range(shape.num_layers)
-        ]  # fmt: skip
+        heads, self.cell_dtype = (shape.num_kv_heads, shape.head_dim), cell_dtype or shape.dtype
+        cells = KvPool(shape.num_layers, num_cells, *heads, self.cell_dtype, device)
+        for plane in (layer for planes in (cells.keys, cells.values) for layer in planes):
+            if self.cell_dtype == SCALED:
+                plane[:, 0] = packed_rows(torch.randn(1, *heads, device=device))
+            else:
+                plane.normal_()
+        self.pool = [cells.layer(index) for index in range(shape.num_layers)]
         self.state = DecodeState(
             num_slots=max_width, max_rows=max_width, context=shape.context, scratch_cell=num_cells, device=device
         )
@@ -136,8 +142,8 @@ class Bench:
         s = self.shape
         per_layer = s.hidden * (s.qkv_columns + s.query_columns + 3 * s.ffn)
         weights = s.num_layers * per_layer + s.vocab_size * s.hidden
-        cells = sum(contexts) * s.num_layers * 2 * s.num_kv_heads * s.head_dim
-        return (weights + cells) * 2 / READ_BYTES_PER_S * 1e3
+        cell_bytes = bytes_per_cell(s.num_layers, s.num_kv_heads, s.head_dim, self.cell_dtype)
+        return (weights * 2 + sum(contexts) * cell_bytes) / READ_BYTES_PER_S * 1e3
 
 
 def warm_clocks(seconds: float = 1.0) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import InvalidConfiguration
+from planner.step import SwapIn, SwapOut
 from tests.tiny_models import save_tiny_model
 from worker.cell_image import CellLayout
 from worker.cell_rows import SCALED, packed_rows, row_shape, unpacked_rows
 from worker.config import EngineConfig
 from worker.kv_pool import KvPool, bytes_per_cell
+from worker.pool_port import PoolPort, TorchMover
 from worker.program import build_executor
+from worker.swap import HostSwap
 
 CPU = torch.device("cpu")
 
@@ -77,6 +81,22 @@ def test_rows_move_with_their_scales_when_a_pool_grows() -> None:
     pool.keys[1, :4, 0] = packed_rows(heads)
     pool.grow(9)
     assert torch.equal(unpacked_rows(pool.keys[1, :4, 0], 2, 8), kept(heads))
+
+
+def test_rows_leave_a_pool_and_enter_another_and_are_swapped_with_their_scales() -> None:
+    layout = CellLayout(2, 2, 8, "fp8", bytes_per_cell(2, 2, 8, SCALED))
+    here, there = (KvPool(2, 6, 2, 8, SCALED, CPU) for _ in range(2))
+    heads = torch.randn(2, 6, 2, 8)
+    for layer in range(2):
+        here.keys[layer, :6, 0] = here.values[layer, :6, 0] = packed_rows(heads[layer])
+    cells = np.array([4, 1], np.int32)
+    image = PoolPort(TorchMover(here), layout).export(cells)
+    PoolPort(TorchMover(there), layout).fill(cells[::-1].copy(), image)
+    assert torch.equal(unpacked_rows(there.values[1, [1, 4], 0], 2, 8), kept(heads[1, [4, 1]]))
+    swap, block = HostSwap(here, 1, 2), np.zeros(1, np.int32)
+    swap.copy_out(SwapOut(cells, block))
+    swap.copy_in(SwapIn(1, block, np.array([0, 5], np.int32)))
+    assert torch.equal(unpacked_rows(here.keys[1, [0, 5], 0], 2, 8), kept(heads[1, [4, 1]]))
 
 
 def test_a_cpu_and_quantized_layers_say_that_they_keep_the_models_numbers(tmp_path: Path) -> None:
