@@ -5,7 +5,7 @@ their requests are sampled, so nothing else differs between two turns; in each p
 the processor time of gateway and worker together for each token, as throughput on a shared machine is others' work.
 The collector runs beside, in the benchmark's own process.
 
-    python -m benchmarks.trace_overhead --sequences 64 --tokens 64 --pairs 10
+    python -m benchmarks.trace_overhead --sequences 64 --tokens 128 --pairs 8
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def summary(pairs: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
-    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
+    parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--settle-s", type=float, default=1.0, help="after each load, for what is sent later")
     parser.add_argument("--trial", action="store_true", help="write no result file")
     args = parser.parse_args()
