@@ -3,19 +3,22 @@ what the code says."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from docs.site import http_words, write
 from docs.site.endpoints import ENDPOINTS
 from planner.errors import RaycombError
+from protos.openai_body import Body
 from tests.http_desk import desk
-from tests.test_openai_schema import every_error
+from tests.test_openai_schema import LEAST, every_error
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -30,6 +33,16 @@ def test_pages_out_of_code_are_fresh(name: str) -> None:
 def test_every_field_has_its_words_and_no_words_are_left_over() -> None:
     fields = {name for one in ENDPOINTS for body in one.bodies for name in body.model_fields}
     assert fields == set(http_words.FIELDS), "docs/site/http_words.py says what fields do"
+
+
+@pytest.mark.parametrize("kind", LEAST, ids=lambda kind: kind.__name__)
+def test_the_openapi_document_takes_what_the_service_takes(kind: type[Body]) -> None:
+    document = json.loads((DOCS / "openapi.json").read_text())
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}", "components": document["components"]}
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert list(validator.iter_errors(LEAST[kind])) == []
+    assert list(validator.iter_errors({**LEAST[kind], "no_such_field": 1})) != []
 
 
 async def test_the_reference_has_every_endpoint_of_the_application() -> None:
