@@ -42,6 +42,7 @@ RUN = (
 HELD_ELSEWHERE = {
     "haproxy -f deploy/tls-proxy.cfg": "tests/test_tls.py",
     'kill -9 "$(pgrep -of ServeReplica:raycomb:Worker)"': "tests/test_failover_service.py",
+    ". .venv/bin/activate": "tests/test_packaging.py",
     "pip install --constraint deploy/constraints.txt .": "tests/test_packaging.py",
     "docker build -f deploy/Dockerfile -t raycomb .": "tests/test_deploy.py",
     "kubectl apply -f deploy/kuberay.yaml": "tests/test_deploy.py",
