@@ -19,73 +19,14 @@ from cluster.membership import Member
 from cluster.router import Router
 from cluster.streams import Streams
 from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from tests.company import STEP_TIME_S, Company, EngineWorker
 from tests.data_plane import SECRET, holding, serving
-from tests.fakes import FakeExecutor, expected_tokens, fake_limits, fake_request
+from tests.fakes import FakeExecutor, expected_tokens, fake_request
 from tests.scripted_worker import until
 from tests.service_process import ROOT
-from worker.engine import Engine
-from worker.serving import DataPlaneServer
 
-STEP_TIME_S = 0.003
 NUM_KILLS = 8
 NUM_REQUESTS = 40
-
-
-class EngineWorker:
-    """A worker of the fleet: an engine with the fake executor, and its data plane."""
-
-    def __init__(self, worker_id: str) -> None:
-        executor = FakeExecutor(step_time_s=STEP_TIME_S)
-        limits = fake_limits(executor.info, max_num_seqs=12, max_batched_tokens=32)
-        self.worker_id = worker_id
-        self.engine = Engine(executor, limits, inbox_size=100, on_death=lambda _: None, check_cells=True)
-        self._server = DataPlaneServer(self.engine, self.engine.start(), worker_id, SECRET, 12, "127.0.0.1")
-
-    async def start(self) -> Member:
-        return Member(self.worker_id, await self._server.start())
-
-    async def die(self) -> None:
-        """Its streams are cut where they are."""
-        await self._server.stop(0)
-        await asyncio.to_thread(self.engine.stop)
-
-    async def end(self) -> None:
-        """As a worker that is scaled away when its time to drain is over at once: it gives up what it runs."""
-        await self._server.drain(0.01)
-        await asyncio.to_thread(self.engine.stop)
-        await self._server.stop(1)
-
-
-class Company:
-    """A fleet whose workers come and go."""
-
-    def __init__(self, num_workers: int) -> None:
-        limits = FailoverLimits(max_failovers=NUM_KILLS)
-        self.streams = Streams("served", SECRET, Router(max_waiting=1000), limits)
-        self.workers = [EngineWorker(f"w{number}") for number in range(num_workers)]
-        self._members: dict[str, Member] = {}
-        self._num_hired = num_workers
-
-    async def start(self) -> None:
-        self._members = {worker.worker_id: await worker.start() for worker in self.workers}
-        self.streams.set_members(self._members)
-        await until(lambda: len(self.streams._router.infos) == len(self.workers))
-
-    async def replace(self, victim: EngineWorker, *, killed: bool) -> None:
-        """The victim goes; the membership hears of it a little later, and of another worker with it."""
-        await (victim.die() if killed else victim.end())
-        self.workers.remove(victim)
-        worker = EngineWorker(f"w{self._num_hired}")
-        self._num_hired += 1
-        self.workers.append(worker)
-        del self._members[victim.worker_id]
-        self._members[worker.worker_id] = await worker.start()
-        self.streams.set_members(dict(self._members))
-
-    async def close(self) -> None:
-        await self.streams.close()
-        for worker in self.workers:
-            await worker.die()
 
 
 def random_request(chance: random.Random) -> Request:
@@ -134,7 +75,7 @@ async def check_answer(streams: Streams, request: Request) -> int:
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_every_answer_is_whole_and_right_while_workers_die(seed: int) -> None:
     chance = random.Random(seed)
-    company = Company(3)
+    company = Company(3, max_failovers=NUM_KILLS)
     await company.start()
     asked = [random_request(chance) for _ in range(NUM_REQUESTS)]
     answers = asyncio.gather(*(check_answer(company.streams, request) for request in asked))
