@@ -27,6 +27,7 @@ from worker.cell_image import CellPort
 from worker.cuda_decode import CudaDecode
 from worker.cuda_outcomes import Drawn, StepRun
 from worker.cuda_prefill import PrefillChain
+from worker.decode_buffers import next_power_of_2
 from worker.decode_state import Moment, PendingTokens, SlotEntry
 from worker.executor import ProgramInfo
 from worker.graphs import Draw
@@ -199,7 +200,10 @@ class CudaExecutor:
         if batch is None:
             return
         drawing = [(piece, row) for piece in batch.pieces if (row := piece.sampled_row) is not None]
-        drawn_rows = selector([row for _, row in drawing], piece_of.method, self._info.min_prefill_tokens)
+        # The library has other kernels for each number of rows, and loads one when it is first used: few numbers, which
+        # `warm_up` has all tried.
+        least = max(self._info.min_prefill_tokens, min(next_power_of_2(len(drawing)), self._info.widths[-1]))
+        drawn_rows = selector([row for _, row in drawing], piece_of.method, least)
         target_rows = [row for piece in batch.pieces for row in piece.target_rows]
         pooled_rows = [row for piece in batch.pieces for row in piece.pooled_rows]
         try:

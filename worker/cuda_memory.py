@@ -137,16 +137,22 @@ def _swap_space(info: ProgramInfo, pool: KvPool) -> PinnedSwap | None:
 
 def warm_up(executor: CudaExecutor, num_cells: int) -> None:
     """Run what is slow or large the first time: the widest prefill that `num_cells` hold with as many draws as there
-    may be, one long chunk beside a lone token, and a decode. Leaves nothing behind but what cells hold."""
+    may be, one long chunk beside a lone token, a decode, and prefills with each number of rows. Leaves nothing behind
+    but what cells hold."""
     info = executor.info
     room = min(info.max_prefill_tokens, num_cells)
     draws = min(info.widths[-1], room)
     each = min(room // draws, info.context - 1)
     longest = max(1, min(room, info.context) - 1)
     batches = [[each] * draws, [longest, 1] if longest < room else [1], [1]]
+    # The library has kernels of its own for each number of rows, and loads them when they are first used.
+    few = min(room, 2 * PREFILL_WIDTHS[-1])
+    for exponent in range(min(draws, few).bit_length()):
+        number = 1 << exponent
+        batches.append([min(few // number, info.context - 1)] * number)
     held: tuple[int, ...] = ()
     for number, lengths in enumerate(batches):
-        method = Method.PREFILL if len(lengths) > 1 else Method.DECODE
+        method = Method.PREFILL if sum(lengths) > 1 else Method.DECODE
         chunks = _chunks(lengths)
         executor.launch(Step(number, chunks, (Slice(0, sum(lengths), method),), held))
         executor.collect()
