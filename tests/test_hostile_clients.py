@@ -22,6 +22,7 @@ LEAST_RATIO = 0.6
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_a_service_between_hostile_clients_serves_the_others_and_keeps_nothing(
     stormed_service: StormedService,
