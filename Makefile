@@ -33,16 +33,16 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# What starts a service has the machine to itself, so that no wait is for somebody else's work.
-PYTEST := $(BIN)/python -m pytest --durations 15
-SIDE_BY_SIDE := --numprocesses 2 --dist loadgroup
+# What computes and what starts services take turns: Ray makes its processes nice, and beside the others they would
+# starve. Beside each other services have time to spare, since much of what they do is to wait.
+PYTEST := $(BIN)/python -m pytest --durations 15 --numprocesses 2 --dist loadgroup
 
 test: setup lint types  ## ruff, mypy --strict and every test that this machine can run, but for the slow ones
-	$(PYTEST) -m "not cluster and not slow" $(SIDE_BY_SIDE)
+	$(PYTEST) -m "not cluster and not slow"
 	$(PYTEST) -m "cluster and not slow"
 
 test-all: setup lint types  ## The same with the slow tests
-	$(PYTEST) -m "not cluster" $(SIDE_BY_SIDE)
+	$(PYTEST) -m "not cluster"
 	$(PYTEST) -m cluster
 
 protos: setup  ## Regenerate the gRPC stubs

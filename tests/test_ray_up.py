@@ -26,7 +26,6 @@ from tests.sse_events import events_of
 OBSTACLE: Final = why_no_hosts()
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.slow,
     pytest.mark.model,
     pytest.mark.timeout(400),
     pytest.mark.skipif(OBSTACLE is not None, reason=OBSTACLE or ""),
