@@ -9,10 +9,10 @@ from pathlib import Path
 
 from cluster.checkpoints import resolve
 from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
-from cluster.gguf_metadata import read_gguf_header
 from cluster.terminal import say
 from cluster.text import TEXT_FILES, load_text
 from planner.errors import InvalidConfiguration
+from worker.gguf_layout import read_gguf_header
 from worker.programs.metadata import SUFFIX
 
 # Settings of an engine that say nothing of a program.
