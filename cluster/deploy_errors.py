@@ -1,8 +1,9 @@
-"""Finds our own setup error in what Serve tells of a deployment that does not start. Serve tells it as text only."""
+"""Setup errors of our own, made of what Ray raises and of what Serve tells of a deployment, as text only."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from planner.errors import SetupError
 
@@ -18,3 +19,12 @@ def setup_error_in(text: str) -> SetupError | None:
         return None
     kind, message = found[-1]
     return kind(message.strip())
+
+
+def start_ray(start: Callable[[], object]) -> None:
+    """Raises `SetupError` where it does not start. Ray's own exceptions have no class in common but the widest."""
+    try:
+        start()
+    except Exception as error:
+        told = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise SetupError(f"Ray did not start: {told} (on a busy machine, try again; its logs: /tmp/ray)") from error

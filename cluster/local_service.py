@@ -23,7 +23,7 @@ from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 from cluster.app import build_application, with_device_decided
 from cluster.ask import ask, is_ready
 from cluster.config import ServiceConfig
-from cluster.deploy_errors import setup_error_in
+from cluster.deploy_errors import setup_error_in, start_ray
 from cluster.grpc_front import SERVICER_FUNCTION
 from cluster.grpc_probe import is_serving
 from cluster.stop_signals import StopSignals
@@ -89,19 +89,21 @@ class LocalService:
         """Ray: the cluster of RAY_ADDRESS, or one of our own that ends with us."""
         config = self._config
         if self._joins_cluster:
-            ray.init(log_to_driver=False, logging_level=logging.WARNING)
+            start_ray(lambda: ray.init(log_to_driver=False, logging_level=logging.WARNING))
         else:
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster for this machine alone
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             needed = math.ceil(config.most_workers * config.worker_cpus + config.num_gateways * config.gateway_cpus)
             report("starting Ray")
-            ray.init(
-                address="local",
-                num_cpus=max(needed, len(os.sched_getaffinity(0))),
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
+            start_ray(
+                lambda: ray.init(
+                    address="local",
+                    num_cpus=max(needed, len(os.sched_getaffinity(0))),
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
             )
         try:
             yield

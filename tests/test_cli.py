@@ -14,7 +14,7 @@ import yaml
 from cluster.checkpoints import BUILT_IN_MODELS
 from cluster.cli import main, serve_parser
 from cluster.config import ServiceConfig, decide_device, load_executor_factory, service_config
-from cluster.deploy_errors import setup_error_in
+from cluster.deploy_errors import setup_error_in, start_ray
 from cluster.engine_flags import engine_config
 from cluster.front import RAYLET_SETTINGS, Front, check_port, choose_front, free_ports, front_environment
 from cluster.serve_command import make_plan
@@ -343,3 +343,13 @@ def test_the_other_commands_are_there(command: str, capsys: pytest.CaptureFixtur
         main([command, "--help"])
     assert end.value.code == 0
     assert f"usage: raycomb {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("told", ["The current node timed out during startup.\nThis could happen", ""])
+def test_a_ray_that_does_not_start_is_told_in_one_line(told: str) -> None:
+    def start() -> None:
+        raise Exception(told)
+
+    with pytest.raises(SetupError, match=r"^Ray did not start: [^\n]+$") as error:
+        start_ray(start)
+    assert (told.partition("\n")[0] or "Exception") in error.value.message
