@@ -9,9 +9,10 @@ import pytest
 
 from benchmarks.cluster_state import cluster_state
 from benchmarks.hostile_clients import left_over, make_cases, out_of_the_document, run
-from benchmarks.hostile_requests import Outcomes, is_fault, send_bodies, send_messages
+from benchmarks.hostile_requests import GrpcCase, HttpCase, Outcomes, is_fault, send_bodies, send_messages
 from benchmarks.storm_service import StormedService
 from planner.errors import RequestFailed, Unavailable
+from protos import inference_pb2 as pb
 from tests.fake_fleet import FakeFleet
 from tests.grpc_desk import grpc_desk
 from tests.http_desk import MODEL, desk, says
@@ -54,15 +55,19 @@ async def test_what_schemathesis_makes_of_the_document_is_no_failure_of_the_serv
 
 async def test_a_failure_of_the_service_is_not_overlooked() -> None:
     """Of 503 and any other 5xx, over HTTP and gRPC, only the first is a documented one."""
-    fleet, cases = FakeFleet(MODEL, says("hi")), make_cases(60, seed=7)
+    fleet = FakeFleet(MODEL, says("hi"))
+    bodies = [HttpCase("/v1/completions", b'{"prompt": "hello", "max_tokens": 2}'), HttpCase("/v1/completions", b"{")]
+    good = pb.GenerateRequest(prompt="hello", max_tokens=2).SerializeToString()
+    messages = [GrpcCase("Generate", good), GrpcCase("Generate", good[:-1])]
     for error, fails in ((RequestFailed("it broke"), True), (Unavailable("no worker"), False)):
         fleet.refusal_at_submit, fleet.fail_after = (None, (0, error)) if fails else (error, None)  # type: ignore[assignment]
         outcomes = Outcomes()
         async with desk(fleet=fleet) as d, listening(d.app) as url:
-            await send_bodies("127.0.0.1", int(url.rstrip("/").rpartition(":")[2]), cases.bodies, outcomes, at_once=2)
+            await send_bodies("127.0.0.1", int(url.rstrip("/").rpartition(":")[2]), bodies, outcomes, at_once=2)
         async with grpc_desk(fleet=fleet) as client:
-            await send_messages(client.target, cases.messages, outcomes, at_once=2)
-        assert {fault.split()[0] for fault in outcomes.faults} == ({"body", "grpc"} if fails else set())
+            await send_messages(client.target, messages, outcomes, at_once=2)
+        assert [fault.split(":")[0] for fault in outcomes.faults] == (["body case 0", "grpc case 0"] if fails else [])
+        assert sum(outcomes.counts.values()) == 4
     assert not is_fault("closed")
 
 
