@@ -12,6 +12,7 @@ import secrets
 import signal
 import statistics
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -35,6 +36,9 @@ from tests.service_process import ServiceProcess
 STALL_TIMEOUT_S = 5.0
 """A worker that has work and says nothing for so long is taken for lost."""
 
+NUM_ANSWERS = 30
+"""Of gateways in turn, all saying the same."""
+
 STRIKE_AT = 0.5
 """Of the time from the last first token to the first end."""
 
@@ -55,15 +59,12 @@ class Stream:
         """Nothing lost, nothing repeated, one end."""
         return self.error is None and len(self.tokens) == self.wanted and self.endings == ["length"]
 
-    def silence_after(self, moment: float) -> float | None:
-        """Seconds from then until the next token; None where it had not begun or had ended."""
-        later = [at for at in self.times if at > moment]
-        return later[0] - moment if later and self.times[0] <= moment else None
-
-    def longest_gap_after(self, moment: float) -> float:
-        """Seconds between two events, of those that came later; 0 where no two did."""
-        later = [at for at in self.times if at > moment]
-        return max((b - a for a, b in pairwise(later)), default=0.0)
+    def longest_wait_after(self, moment: float) -> float | None:
+        """Seconds between two events of which the later one came after `moment`; None where it had not begun or had
+        ended. Tokens that were on their way at that moment still come, so the first wait says nothing."""
+        if not self.times or not self.times[0] <= moment < self.times[-1]:
+            return None
+        return max(b - a for a, b in pairwise(self.times) if b > moment)
 
 
 def losses(plan: Plan, folder: Path, note: Note) -> None:
@@ -88,6 +89,7 @@ async def _losses(plan: Plan, service: ServiceProcess, secret: str, clients: Cli
         for name, blow in (("killed", signal.SIGKILL), ("frozen", signal.SIGSTOP)):
             await watch.wait_for(NUM_WORKERS, PATIENCE_S)
             await watch.wait_until_idle(PATIENCE_S)
+            await asyncio.to_thread(wait_until_known, service.url)
             begun = time.perf_counter() + START_IN_S
             asked = asyncio.to_thread(clients.each, ask_streams, prompts, server, begun)
             shares, (struck_at, victim, num_live) = await asyncio.gather(
@@ -100,6 +102,18 @@ async def _losses(plan: Plan, service: ServiceProcess, secret: str, clients: Cli
                 await watch.wait_for(NUM_WORKERS, PATIENCE_S)
                 figures["replaced_after_s"] = round(time.perf_counter() - struck_at, 2)
             note(**{name: figures})
+
+
+def wait_until_known(url: str) -> None:
+    """Until, as far as many questions tell, every gateway has streams to both workers. Raises `TimeoutError`."""
+    deadline, known = time.monotonic() + PATIENCE_S, 0
+    while known < NUM_ANSWERS:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not every gateway knows {NUM_WORKERS} workers within {PATIENCE_S} s")
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        ready = [line for line in lines if line.startswith("raycomb_workers{") and 'state="ready"' in line]
+        known = known + 1 if [float(line.split()[-1]) for line in ready] == [NUM_WORKERS] else 0
 
 
 def prompts_of(plan: Plan) -> list[Prompt]:
@@ -173,15 +187,14 @@ def stream_figures(streams: Sequence[Stream]) -> dict[str, Any]:
 def struck_figures(right: Sequence[Stream], streams: Sequence[Stream], at: float, num_live: int) -> dict[str, Any]:
     """Those that waited longest after the blow are taken for the `num_live` that ran on the lost worker; `others` are
     disturbed by what the lost ones' past takes to be computed again."""
-    silent = [(silence, stream) for stream in streams if (silence := stream.silence_after(at)) is not None]
-    silent.sort(key=lambda pair: pair[0], reverse=True)
-    lost = [silence for silence, _ in silent[:num_live]]
-    others = [stream.longest_gap_after(at) for _, stream in silent[num_live:]]
+    waits = [wait for stream in streams if (wait := stream.longest_wait_after(at)) is not None]
+    waits.sort(reverse=True)
+    lost, others = waits[:num_live], waits[num_live:]
     same = sum(mine.tokens == theirs.tokens for mine, theirs in zip(streams, right, strict=True))
     return stream_figures(streams) | {
         "sequences_on_it": num_live,
         "recovery_p50_s": round(statistics.median(lost), 3) if lost else None,
         "recovery_max_s": round(lost[0], 3) if lost else None,
-        "others_gap_max_s": round(max(others), 3) if others else None,
+        "others_wait_max_s": round(others[0], 3) if others else None,
         "same_tokens_as_undisturbed": same,
     }

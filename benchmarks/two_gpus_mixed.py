@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,9 +29,10 @@ WARM_UP_TOKENS = 8
 
 
 def mixed(plan: Plan, folder: Path, note: Note) -> None:
-    """`note` gets the runs of one worker, of two, and the ratio of their output tokens a second."""
+    """`note` gets the runs of one worker and of two, the ratio of their output tokens a second, and what makes it: how
+    fast a worker is beside another one, and how evenly the tokens fell to both."""
     model = write_model(plan.fast_model, folder)
-    rates = []
+    rates, all_runs = [], []
     with client_processes(plan.num_clients) as clients:
         for num_workers, repeats in zip((1, NUM_WORKERS), plan.mixed.repeats, strict=True):
             settings = settings_of(plan, model, secrets.token_hex(16), num_workers, prefix_caching=False)
@@ -39,7 +41,26 @@ def mixed(plan: Plan, folder: Path, note: Note) -> None:
                 runs = [one_run(plan, service, clients, num_workers) for _ in range(repeats)]
                 note(**{f"workers_{num_workers}": {"runs": runs, "gpus": gpus_of_workers(service)}})
             rates.append(fmean(run["output_tokens_per_s"] for run in runs))
-    note(output_tokens_per_s=[round(rate, 1) for rate in rates], ratio=round(rates[1] / rates[0], 3))
+            all_runs.append(runs)
+    note(
+        output_tokens_per_s=[round(rate, 1) for rate in rates],
+        ratio=round(rates[1] / rates[0], 3),
+        ratio_of_each_run=[round(run["output_tokens_per_s"] / rates[0], 3) for run in all_runs[1]],
+        tokens_per_step_second=[[tokens_per_step_second(run["workers"]) for run in runs] for runs in all_runs],
+        share_of_busier_worker=[busier_share(run["workers"]) for run in all_runs[1]],
+    )
+
+
+def tokens_per_step_second(workers: Sequence[Mapping[str, float]]) -> float:
+    """Tokens of all workers over the seconds of all their steps: the speed of one, whatever fell to it."""
+    seconds = sum(value for worker in workers for name, value in worker.items() if name.endswith("step_seconds"))
+    return round(sum(worker["sampled_tokens"] for worker in workers) / seconds, 1)
+
+
+def busier_share(workers: Sequence[Mapping[str, float]]) -> float:
+    """The larger share of the tokens; with two workers, 0.5 is even."""
+    counts = [worker["sampled_tokens"] for worker in workers]
+    return round(max(counts) / sum(counts), 4)
 
 
 def prompts_of(plan: Plan, num_workers: int, output_len: int | None = None) -> list[Prompt]:

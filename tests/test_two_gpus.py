@@ -16,7 +16,14 @@ from benchmarks.cell_worker import CellWorker, ForTokens
 from benchmarks.random_model import write_model
 from benchmarks.two_gpus import misses, timed_part
 from benchmarks.two_gpus_losses import Stream, struck_figures
-from benchmarks.two_gpus_mixed import by_second, load_figures, prompts_of, totals_in
+from benchmarks.two_gpus_mixed import (
+    busier_share,
+    by_second,
+    load_figures,
+    prompts_of,
+    tokens_per_step_second,
+    totals_in,
+)
 from benchmarks.two_gpus_plan import PLANS, Part, Scale
 from benchmarks.two_gpus_prefixes import RoundRobin, best_cached_share
 from benchmarks.two_gpus_prefixes import prompts_of as prefix_prompts
@@ -81,17 +88,25 @@ raycomb_step_time_seconds_sum{worker="a",kind="decode"} 0.5
     }
 
 
+def test_an_uneven_split_is_told_from_workers_that_slow_each_other() -> None:
+    even = [{"sampled_tokens": 50.0, "decode_step_seconds": 1.0, "decode_steps": 9.0}] * 2
+    uneven = [even[0] | {"sampled_tokens": 60.0, "mixed_step_seconds": 0.2}, even[0] | {"sampled_tokens": 40.0}]
+    assert (tokens_per_step_second(even), busier_share(even)) == (50.0, 0.5)
+    assert (tokens_per_step_second(uneven), busier_share(uneven)) == (45.5, 0.6)
+
+
 def stream(*times: float, wanted: int = 4, tokens: int = 4, endings: tuple[str, ...] = ("length",)) -> Stream:
     return Stream(wanted, 0.0, list(times), list(range(tokens)), list(endings))
 
 
-def test_recovery_is_the_silence_of_those_that_ran_on_the_lost_worker() -> None:
-    lost, lost_too, spared = stream(1, 2, 5, 6), stream(1, 2, 4, 5), stream(1, 2, 3.1, 4)
+def test_recovery_is_the_longest_wait_of_those_that_ran_on_the_lost_worker() -> None:
+    lost = stream(1, 2, 3.1, 6)  # its token at 3.1 was on the way when the worker died
+    lost_too, spared = stream(1, 2, 4, 5), stream(1, 2, 3.1, 3.8)
     ended, late = stream(1, 1.5, 2, 2.5), stream(3.5, 4, 5, 6)
     streams = [lost, spared, lost_too, ended, late]
     figures = struck_figures(streams, streams, at=3.0, num_live=2)
-    assert (figures["recovery_max_s"], figures["recovery_p50_s"]) == (2.0, 1.5)
-    assert figures["others_gap_max_s"] == pytest.approx(0.9)
+    assert (figures["recovery_max_s"], figures["recovery_p50_s"]) == (2.9, 2.45)
+    assert figures["others_wait_max_s"] == 1.1
     assert figures["same_tokens_as_undisturbed"] == figures["whole"] == 5
 
 
