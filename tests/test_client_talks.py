@@ -1,0 +1,90 @@
+"""Other people's clients hold a scripted conversation: whole, streamed, tools, a schema, errors.
+
+Each runs where it is installed: OpenAI's client for Node in the folder that RAYCOMB_NODE_MODULES names, LangChain and
+LiteLLM under the interpreter that RAYCOMB_CLIENTS_PYTHON names (else this one).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.request import Request
+from tests.fake_fleet import FakeFleet
+from tests.grammar_rig import TEXT
+from tests.test_http_clients import served
+from tests.test_tools import HERMES, ROOMY, call
+from tests.tiny_text import EOS, tiny_text
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+HERE = Path(__file__).parent
+CLIENTS = os.environ.get("RAYCOMB_CLIENTS_PYTHON")
+MODULES = os.environ.get("RAYCOMB_NODE_MODULES")
+CITY = {"city": "Paris"}
+HEARD = {
+    "whole": "Hello there.",
+    "streamed": "Hello there.",
+    "call": ["tool_calls", "get_weather", CITY],
+    "answer": "It rains.",
+    "call_streamed": '{"city": "Paris"}',
+    "structured": CITY,
+}
+
+
+def script(request: Request, _: int) -> Sequence[int]:
+    """What the model says follows from what it is shown."""
+    shown = TEXT.decode(request.prompt.tolist())
+    if request.sampling.grammar is not None:
+        said = json.dumps(CITY)
+    elif "[tool#" in shown:
+        said = "It rains."
+    else:
+        said = call() if "get_weather|" in shown else "Hello there."
+    return [*TEXT.encode(said), EOS]
+
+
+async def heard(*command: str) -> dict[str, Any]:
+    async with served(FakeFleet(ROOMY, script), text=tiny_text(HERMES)) as url:
+        environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        process = await asyncio.create_subprocess_exec(
+            *command, f"{url}/v1", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
+        )
+        output, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()
+        told: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return told
+
+
+def python_with(package: str) -> str:
+    if CLIENTS is None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    return CLIENTS or sys.executable
+
+
+async def test_openais_client_for_node() -> None:
+    node = shutil.which("node")
+    if node is None or MODULES is None:
+        pytest.skip("needs node, and its client in the folder RAYCOMB_NODE_MODULES")
+    told = await heard(node, str(HERE / "talk_openai.mjs"))
+    expected = HEARD | {"response_events": ["response.created", "response.completed"], "vector": 4}
+    assert told == expected | {"errors": [[400, "temperature"], [404, "model"]]}
+
+
+async def test_langchain() -> None:
+    told = await heard(python_with("langchain_openai"), str(HERE / "talk_langchain.py"))
+    assert told == HEARD | {"errors": [[400, "temperature"], [404, "model"]]}
+
+
+async def test_litellm() -> None:
+    told = await heard(python_with("litellm"), str(HERE / "talk_litellm.py"))
+    assert told == HEARD | {"vector": 4, "errors": [[400, None], [404, None]]}
