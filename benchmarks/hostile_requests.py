@@ -216,10 +216,10 @@ async def send_bytes(host: str, port: int, cases: Sequence[bytes], outcomes: Out
             writer.write_eof()
             line = await asyncio.wait_for(reader.readline(), ANSWER_WITHIN_S)
             status = line.split(b" ")[1].decode() if line.startswith(b"HTTP/") else "closed"
-        except (ConnectionError, IndexError):
-            status = "closed"
         except TimeoutError:
             status = "silent"
+        except (OSError, IndexError):
+            status = "closed"
         finally:
             writer.close()
         outcomes.note(number, "bytes", status, is_fault=status == "silent" or is_fault(status))
@@ -241,10 +241,10 @@ async def send_bodies(host: str, port: int, cases: Sequence[HttpCase], outcomes:
             await writer.drain()
             answer = await asyncio.wait_for(reader.read(), ANSWER_WITHIN_S)
             status = answer.split(b" ", 2)[1].decode() if answer.startswith(b"HTTP/") else "closed"
-        except ConnectionError:
-            status = "closed"
         except TimeoutError:
             status = "silent"
+        except OSError:
+            status = "closed"
         finally:
             writer.close()
         outcomes.note(number, "body", status, is_fault=status in ("silent", "closed") or is_fault(status))

@@ -24,7 +24,7 @@ LEAST_RATIO = 0.6
 
 @pytest.mark.cluster
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_a_service_between_hostile_clients_serves_the_others_and_keeps_nothing(
     stormed_service: StormedService,
 ) -> None:
@@ -44,7 +44,7 @@ async def test_a_service_between_hostile_clients_serves_the_others_and_keeps_not
 
 @pytest.mark.cluster
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_what_schemathesis_makes_of_the_document_is_no_failure_of_the_service(
     stormed_service: StormedService,
 ) -> None:

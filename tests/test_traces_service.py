@@ -15,7 +15,7 @@ from tests.listening import eventually
 from tests.otlp_collector import Collector, ToldSpan
 from tests.sse_events import events_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 150
 
