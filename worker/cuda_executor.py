@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from planner.errors import GrammarFailed
 from planner.request import Request
 from planner.slices import Method, Slice
 from planner.step import Chunk, Step, StepResult
@@ -25,6 +24,7 @@ from worker.attention import Span
 from worker.batch import Batch, Piece, cut, selector
 from worker.cell_image import CellPort
 from worker.cuda_decode import CudaDecode
+from worker.cuda_host_draws import HostDraws
 from worker.cuda_outcomes import Drawn, StepRun
 from worker.cuda_prefill import PrefillChain
 from worker.decode_buffers import next_power_of_2
@@ -32,13 +32,11 @@ from worker.decode_state import Moment, PendingTokens, SlotEntry
 from worker.executor import ProgramInfo
 from worker.graphs import Draw
 from worker.logprobs import token_logprobs
-from worker.masks import BitMask, MaskMaker, NoMasks, constrained_row
+from worker.masks import MaskMaker, NoMasks
 from worker.models.decoder import Decoder
 from worker.pool_growth import PoolGrowth, required_cells
 from worker.prefill_graphs import PrefillGraphs
 from worker.prefill_plan import plan_prefill
-from worker.sampler import Draw as HostDraw
-from worker.sampler import sample
 from worker.slots import Slots, slots_needed
 from worker.swap import SwapSpace, run_swaps
 
@@ -82,6 +80,7 @@ class CudaExecutor:
         self._shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
         self._slots = Slots(slots_needed(info.widths[-1]))
         self._grammars = grammars or NoMasks()
+        self._host_draws = HostDraws(self._grammars, self._upload)
         self._failed: set[int] = set()  # sequences that the planner does not know yet to have failed
         self._in_flight: deque[StepRun] = deque()
 
@@ -182,16 +181,15 @@ class CudaExecutor:
         self._decode.step(slots, cells, draw)
         logits = None
         if special:
-            masks = self._masks(special, run)  # while the forward runs
+            draws = self._host_draws.draws(special, run, self._step_before)  # while the forward runs
             logits = self._decode.logits(len(slots)).index_select(0, self._upload(special)).float()
-            draws = [_host_draw(chunks[row], masks.get(row)) for row in special]
             redrawn = [place for place, draw in enumerate(draws) if draw.changes_logits]
             if redrawn:
                 rows = [special[place] for place in redrawn]
-                tokens = self._redraw(logits, redrawn, [draws[place] for place in redrawn], rows, state.out_tokens)
+                tokens = self._host_draws.redraw(logits, redrawn, draws, rows, state.out_tokens)
                 state.set_last_tokens(self._upload([slots[row] for row in rows]), tokens)
         pending = state.fetch_tokens(len(slots))
-        run.drawn.append(_drawn(range(len(slots)), chunks, pending, special, logits))
+        run.drawn.append(Drawn.of(range(len(slots)), chunks, pending, special, logits))
 
     # One packed forward a slice.
 
@@ -243,16 +241,16 @@ class CudaExecutor:
         outputs = torch.empty((2, _aligned(num_rows)), dtype=torch.int32, device=self._device)
         self._decode.draw(logits, slots.int(), outputs[0, :num_rows], outputs[1, :num_rows])
         chunks = [piece.chunk for piece in pieces]
-        masks = self._masks([piece.index for piece in pieces], run)  # while the forward runs
-        draws = [_host_draw(piece.chunk, masks.get(piece.index)) for piece in pieces]
+        indices = [piece.index for piece in pieces]
+        draws = self._host_draws.draws(indices, run, self._step_before)  # while the forward runs
         redrawn = [row for row, draw in enumerate(draws) if draw.changes_logits]
         if redrawn:
-            self._redraw(logits, redrawn, [draws[row] for row in redrawn], redrawn, outputs[0])
+            self._host_draws.redraw(logits, redrawn, draws, redrawn, outputs[0])
         self._decode.state.set_last_tokens(slots, outputs[0, :num_rows])
         pending = self._fetch(outputs, num_rows)
         scored = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs is not None]
         kept = logits.index_select(0, self._upload(scored)) if scored else None
-        run.drawn.append(_drawn([piece.index for piece in pieces], run.chunks, pending, scored, kept))
+        run.drawn.append(Drawn.of(indices, run.chunks, pending, scored, kept))
 
     def _enter(self, pieces: Sequence[Piece]) -> list[int]:
         """Put the sequences of drawing chunks into slots, as they are after the chunk; their tokens follow."""
@@ -293,32 +291,6 @@ class CudaExecutor:
 
     # Both.
 
-    def _masks(self, indices: Sequence[int], run: StepRun) -> dict[int, BitMask]:
-        """What those of these chunks that follow a grammar may draw, by index. The last token of one may still be in
-        the step before, which is then waited for; a sequence that cannot go on is given up."""
-        places = [index for index in indices if run.chunks[index].sampling.grammar is not None]
-        if not places:
-            return {}
-        unknown = any(run.chunks[index].tokens is None for index in places)
-        before = self._in_flight[-1].drawn_tokens() if unknown else {}
-        known = [i for i in places if run.chunks[i].tokens is not None or run.chunks[i].sequence_id in before]
-        rows = [constrained_row(run.chunks[i], before.get(run.chunks[i].sequence_id)) for i in known]
-        masks = {}
-        for index, mask in zip(known, self._grammars.masks(rows), strict=True):
-            if isinstance(mask, GrammarFailed):
-                run.give_up(index, mask)
-            else:
-                masks[index] = mask
-        return masks
-
-    def _redraw(
-        self, logits: Tensor, places: Sequence[int], draws: Sequence[HostDraw], rows: Sequence[int], out_tokens: Tensor
-    ) -> Tensor:
-        """Do these draws, from rows `places` of `logits`; into rows `rows` of `out_tokens`. Returns what was drawn."""
-        tokens = sample(logits.index_select(0, self._upload(places)), draws)
-        out_tokens.index_copy_(0, self._upload(rows), tokens.int())
-        return tokens
-
     def _fetch(self, outputs: Tensor, num_rows: int) -> PendingTokens:
         host = torch.empty(outputs.shape, dtype=outputs.dtype, pin_memory=self._device.type == "cuda")
         host.copy_(outputs, non_blocking=True)
@@ -326,6 +298,11 @@ class CudaExecutor:
         ready.record()
         tokens, bad = host[:, :num_rows].numpy()
         return PendingTokens(tokens, bad, ready)
+
+    @property
+    def _step_before(self) -> StepRun | None:
+        """Of the step that is being launched."""
+        return self._in_flight[-1] if self._in_flight else None
 
     def _slot_of(self, chunk: Chunk) -> int:
         slot = self._slots.find(chunk.sequence_id)
@@ -344,24 +321,6 @@ def _entry(slot: int, chunk: Chunk) -> SlotEntry:
     """A sequence whose lone token `chunk` is the first that it decodes in a slot."""
     assert chunk.tokens is not None, "a token that only the device knows was drawn for no slot"
     return SlotEntry(slot, chunk.start, chunk.cells[: chunk.start], int(chunk.tokens[0]), chunk.sampling)
-
-
-def _drawn(
-    indices: Sequence[int], chunks: Sequence[Chunk], pending: PendingTokens, rows: Sequence[int], logits: Tensor | None
-) -> Drawn:
-    """`logits` are those of `rows`; only the rows that want log probabilities keep theirs."""
-    places = [place for place, row in enumerate(rows) if chunks[indices[row]].sampling.logprobs is not None]
-    if logits is None or not places:
-        return Drawn(indices, pending)
-    if len(places) < len(rows):
-        logits = logits[places]
-    return Drawn(indices, pending, [rows[place] for place in places], logits)
-
-
-def _host_draw(chunk: Chunk, mask: BitMask | None) -> HostDraw:
-    """`mask` has what is not to be drawn before `min_tokens` left out already."""
-    masked = chunk.masked if mask is None else frozenset()
-    return HostDraw(chunk.sampling, chunk.start + chunk.length, chunk.history, chunk.num_prompt, masked, mask)
 
 
 def _aligned(num_rows: int) -> int:

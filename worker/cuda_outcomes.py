@@ -25,6 +25,22 @@ class Drawn:
     scored: Sequence[int] = ()
     logits: Tensor | None = None
 
+    @staticmethod
+    def of(
+        indices: Sequence[int],
+        chunks: Sequence[Chunk],
+        pending: PendingTokens,
+        rows: Sequence[int],
+        logits: Tensor | None,
+    ) -> Drawn:
+        """`logits` are those of `rows`; only the rows that want log probabilities keep theirs."""
+        places = [place for place, row in enumerate(rows) if chunks[indices[row]].sampling.logprobs is not None]
+        if logits is None or not places:
+            return Drawn(indices, pending)
+        if len(places) < len(rows):
+            logits = logits[places]
+        return Drawn(indices, pending, [rows[place] for place in places], logits)
+
 
 class StepRun:
     """The outcomes of one step in the making. Owner: the executor."""
