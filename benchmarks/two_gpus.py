@@ -81,6 +81,7 @@ def timed_part(part: Part, scale: Scale, folder: Path) -> dict[str, Any]:
     """The part's figures, with how long it took, and with a `fault` where it did not come to its end."""
     path, limit_s = folder / f"{part}.json", PLANS[scale].limits_s[part]
     command = [sys.executable, "-m", "benchmarks.two_gpus", part, "--scale", scale, "--alone", str(path)]
+    path.unlink(missing_ok=True)  # of an earlier run
     begun = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

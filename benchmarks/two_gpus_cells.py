@@ -52,15 +52,21 @@ def cells(plan: Plan, folder: Path, note: Note) -> None:
         if num_gpus and ray.cluster_resources().get("GPU", 0) < num_gpus:
             raise RuntimeError(f"Ray sees {ray.cluster_resources().get('GPU', 0)} GPUs, and two are needed")
         for name, dtype in ((plan.fast_model, "auto"), (plan.exact_model, "float32")):
-            figures: dict[str, Any] = {}
-
-            def told(key: str = f"{name}-{dtype}", figures: dict[str, Any] = figures, **more: Any) -> None:
-                figures |= more
-                note(**{key: figures})
-
-            _moves(plan, write_model(name, folder / dtype), name, dtype, told)
+            _moves(plan, write_model(name, folder / dtype), name, dtype, _Under(f"{name}-{dtype}", note))
     finally:
         ray.shutdown()
+
+
+class _Under:
+    """Notes figures under one name, all of them whenever some are added."""
+
+    def __init__(self, name: str, note: Note) -> None:
+        self._name, self._note = name, note
+        self._figures: dict[str, Any] = {}
+
+    def __call__(self, **figures: Any) -> None:
+        self._figures |= figures
+        self._note(**{self._name: self._figures})
 
 
 def _moves(plan: Plan, model: Path, name: str, dtype: str, note: Note) -> None:
