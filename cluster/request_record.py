@@ -96,9 +96,9 @@ class RequestRecord:
         whole_s = time.monotonic() - self.began_at
         if self.span.is_recording():
             self._tell_span(whole_s)
-        self.span.end()
         if logger.isEnabledFor(logging.INFO):
-            logger.info(json.dumps(self.told(whole_s)))
+            logger.info(json.dumps(self.told(whole_s)))  # while the span still records
+        self.span.end()
 
     def _tell_span(self, whole_s: float) -> None:
         span = self.span
