@@ -59,7 +59,7 @@ def _compiling(config: Any) -> Any:
     from worker.programs.traced import TracedDecoder
     from worker.torch_executor import TorchExecutor
 
-    program = load_program(config)
+    program = load_program(config, keep_blocks=False)
     info, model = program.info, program.decoder.config
     pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, torch.float32, torch.device("cpu"))
     module = TracedDecoder(program.decoder).eval()

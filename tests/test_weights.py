@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, UnsupportedModel
+from tests.tiny_gguf import write_gguf
 from tests.tiny_models import greedy_answer, save_tiny_model
 from tests.torch_rig import Rig, executor_of, load, request
 from worker.config import EngineConfig
@@ -191,52 +190,6 @@ def test_a_folder_without_a_readable_configuration_is_refused(tmp_path: Path, co
 def test_lower_bound_of_a_prefill_must_lie_between_two_and_the_upper(checkpoint: Path) -> None:
     with pytest.raises(InvalidConfiguration, match=r"\[2, max_prefill_tokens = 8\]"):
         load_program(EngineConfig(model=str(checkpoint), max_prefill_tokens=8, min_prefill_tokens=9))
-
-
-def write_gguf(model: Any, path: Path, *, architecture: str = "llama", **extra: Any) -> None:
-    """The tiny model as llama.cpp's converter would write it: rotary pairs of Llama as neighbours."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_key_length(16)
-    writer.add_value_length(16)
-    for key, value in extra.items():
-        writer.add_string(f"{architecture}.{key}", value)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        writer.add_tensor(gguf_name(name), neighbours(name, tensor, config, architecture))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def gguf_name(name: str) -> str:
-    for ours, theirs in {
-        "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-        "lm_head": "output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "input_layernorm": "attn_norm",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    }.items():  # fmt: skip
-        name = name.replace(ours, theirs)
-    return name
-
-
-def neighbours(name: str, tensor: torch.Tensor, config: Any, architecture: str) -> np.ndarray[Any, Any]:
-    array = tensor.numpy()
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-    if architecture != "llama" or heads is None:
-        return array
-    return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape).copy()
 
 
 @pytest.mark.parametrize(("name", "architecture"), [("llama", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")])

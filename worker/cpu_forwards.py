@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +14,12 @@ from planner.request import CellArray
 from planner.slices import Method
 from worker.batch import Batch
 from worker.cpu_attention import use_threads_of_torch
+from worker.cpu_blocks import product
 from worker.cpu_decode import add_norm, compile_rotate_attend
 from worker.cpu_linear import MOST_ROWS, compile_small_linear, run
 from worker.forwards import EagerForwards, Forwards, SelectedLogits
 from worker.kv_pool import KvPool
+from worker.models.block_matrix import BlockMatrix
 from worker.models.decoder import Decoder
 from worker.models.layers import rms_norm
 
@@ -46,7 +47,7 @@ class CpuForwards:
         self._pool = pool
         self._eager = EagerForwards(decoder, pool)
         self._num_beats = 0
-        self._linear = partial(run, compile_small_linear())
+        self._small_linear = compile_small_linear()
         shared = config.num_heads // config.num_kv_heads
         self._rotate_attend = compile_rotate_attend(config.head_dim, shared, parallel=True)
         self._rotate_attend_few = compile_rotate_attend(config.head_dim, shared, parallel=False)
@@ -65,6 +66,11 @@ class CpuForwards:
         hidden = self._decode(torch.from_numpy(batch.tokens), batch.positions, cells)
         logits = self._logits(hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64)))
         return _Logits(logits, wanted, hidden, self._decoder)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, BlockMatrix):
+            return product(x, weight.tiles, bias)
+        return run(self._small_linear, x, weight, bias)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         self._num_beats += 1

@@ -25,6 +25,7 @@ class ProgramInfo:
     `swap_blocks` of `swap_block_cells` cells each: host memory that steps may swap to; none where it cannot swap.
     `vector_size`: numbers of a prompt's vector; None where the program gives none.
     `weight_bytes`: what a decode forward reads of its weights, each once; it sets the floor of a decode step.
+    `num_block_matrices`: of the weights, those that stay in the blocks of codes that their file has.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ProgramInfo:
     bytes_per_cell: int
     weight_bytes: int = 0
     cell_dtype: str | None = None
+    num_block_matrices: int = 0
     swap_blocks: int = 0
     swap_block_cells: int = SWAP_BLOCK_CELLS
     vector_size: int | None = None

@@ -34,13 +34,18 @@ class GgufTensors:
     def read(self, name: str) -> NDArray[np.float32]:
         """The tensor, in its shape; a view of the file where it is stored as it is. Raises `InvalidCheckpoint` when its
         format is not known."""
-        tensor, shape = self.tensors[name], self._stored_shape(name)
-        stored = self._bytes[tensor.offset : tensor.offset + math.prod(shape)].reshape(shape)
+        kind, stored = self.stored(name)
         try:
-            values: NDArray[np.float32] = gguf.dequantize(stored, gguf.GGMLQuantizationType(tensor.kind))
+            values: NDArray[np.float32] = gguf.dequantize(stored, kind)
         except (NotImplementedError, ValueError) as error:
             raise self._unreadable(name, error) from error
         return values
+
+    def stored(self, name: str) -> tuple[gguf.GGMLQuantizationType, NDArray[np.uint8]]:
+        """The tensor as it is in the file: its type, and the bytes of its rows."""
+        tensor, shape = self.tensors[name], self._stored_shape(name)
+        stored = self._bytes[tensor.offset : tensor.offset + math.prod(shape)].reshape(shape)
+        return gguf.GGMLQuantizationType(tensor.kind), stored
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         """In bytes: the rows of a tensor are stored one after another."""

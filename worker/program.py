@@ -92,15 +92,19 @@ def _masks(vocabulary: VocabularySource | None) -> MaskMaker:
     return Grammars(vocabulary)
 
 
-def load_program(config: EngineConfig) -> Program:
-    """Load the model and settle every number that the configuration left open."""
+def load_program(config: EngineConfig, *, keep_blocks: bool = True) -> Program:
+    """Load the model and settle every number that the configuration left open.
+
+    Without `keep_blocks` all weights are plain tensors, which tracing and copying need. With it, matrices that a GGUF
+    file has in blocks stay so where they can be multiplied with: on a CPU in float32.
+    """
     path = Path(config.model)
     device = choose_device(config)
     model, source = _open(path, load=config.load_format != "dummy")
     dtype = _dtype(config, model, device)
     context = min(model.context, config.max_model_len or model.context)
     least = _min_prefill(config)
-    weights = quantize_weights(_weights(config, model, source, dtype, device), config.quantization)
+    weights = quantize_weights(_weights(config, model, source, dtype, device, keep_blocks), config.quantization)
     cells = _cells_named(config, dtype, device)
     cell_bytes = bytes_per_cell(model.num_layers, model.num_kv_heads, model.head_dim, cell_dtype(cells, dtype))
     info = ProgramInfo(
@@ -121,6 +125,7 @@ def load_program(config: EngineConfig) -> Program:
         bytes_per_cell=cell_bytes,
         weight_bytes=weights.bytes_read,
         cell_dtype=cells,
+        num_block_matrices=weights.num_kept_in_blocks,
         swap_blocks=blocks_in(swap_space(config, device), SWAP_BLOCK_CELLS, cell_bytes),
         vector_size=model.hidden_size,
     )
@@ -141,11 +146,18 @@ def _open(path: Path, *, load: bool) -> tuple[ModelConfig, TensorSource | None]:
 
 
 def _weights(
-    config: EngineConfig, model: ModelConfig, source: TensorSource | None, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    model: ModelConfig,
+    source: TensorSource | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    keep_blocks: bool,
 ) -> DecoderWeights:
     if source is None:
         return dummy_weights(model, dtype, device, config.seed)
-    return load_weights(model, source, dtype, device)
+    multipliable = device.type == "cpu" and dtype == torch.float32 and config.quantization == "none"
+    kept = source if keep_blocks and multipliable and isinstance(source, GgufSource) else None
+    return load_weights(model, source, dtype, device, kept)
 
 
 def _min_prefill(config: EngineConfig) -> int:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from planner.errors import InvalidCheckpoint, UnsupportedModel
 from worker.gguf_tensors import GgufTensors
+from worker.models.blocks import Blocks
 from worker.models.config import ModelConfig, check_gguf_architecture
+from worker.models.gguf_blocks import blocks_of
 from worker.models.rope import DivisorScaling, LinearScaling, Rope, RopeScaling, YarnScaling, yarn_magnitude
 
 _FREQUENCY_DIVISORS = "rope_freqs.weight"
@@ -66,6 +68,17 @@ class GgufSource:
         if ".k_proj." in name:
             return _half_split(tensor, self.config.num_kv_heads)
         return tensor
+
+    def read_blocks(self, name: str) -> Blocks | None:
+        """The matrix as it is stored, or None where it is not stored in blocks that can be kept."""
+        kind, stored = self._file.stored(self._gguf_names[name])
+        blocks = blocks_of(stored, kind)
+        if blocks is None or self.config.architecture != "llama":
+            return blocks
+        num_heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(name.split(".")[-2])
+        if num_heads is None:
+            return blocks
+        return blocks.in_order(_half_split(torch.arange(len(blocks.codes)), num_heads).numpy())
 
     def _dequantised(self, gguf_name: str) -> Tensor:
         values = self._file.read(gguf_name)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from planner.errors import InvalidCheckpoint
+from worker.models.block_matrix import BlockMatrix
+from worker.models.blocks import Blocks, stacked, tiled
 from worker.models.config import ModelConfig
 
 # Old Llama checkpoints store the rotary frequencies, which follow from the configuration.
@@ -56,6 +58,13 @@ class DecoderWeights:
         return any(hasattr(layer.qkv, "__tensor_flatten__") for layer in self.layers)
 
     @property
+    def num_kept_in_blocks(self) -> int:
+        """Matrices that are `BlockMatrix`; a head that is the embedding counts once."""
+        matrices = [getattr(layer, name) for layer in self.layers for name in ("qkv", "output", "gate_up", "down")]
+        ends = [self.head] if self.head is self.embedding else [self.embedding, self.head]
+        return sum(isinstance(matrix, BlockMatrix) for matrix in [*ends, *matrices])
+
+    @property
     def bytes_read(self) -> int:
         """What a decode forward reads of them; of an embedding that is not the head it reads a few rows only."""
         tensors = [getattr(layer, field.name) for layer in self.layers for field in fields(layer)]
@@ -64,6 +73,8 @@ class DecoderWeights:
 
 def _stored_bytes(tensor: Tensor) -> int:
     """Of a quantized matrix, what its parts hold."""
+    if isinstance(tensor, BlockMatrix):
+        return tensor.tiles.data.nbytes
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()
@@ -80,11 +91,22 @@ class TensorSource(Protocol):
         ...
 
 
+class BlockSource(TensorSource, Protocol):
+    """A source some of whose matrices are stored in blocks of codes."""
+
+    def read_blocks(self, name: str) -> Blocks | None:
+        """A matrix as it is stored; None for one that is not stored in such blocks."""
+        ...
+
+
 class _Assembly:
     """Takes tensors from a source, once each, and remembers what was taken."""
 
-    def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, source: TensorSource, kept: BlockSource | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._source = source
+        self._kept = kept
         self._names = frozenset(source.names())
         self._dtype = dtype
         self._device = device
@@ -98,6 +120,8 @@ class _Assembly:
 
     def stack(self, parts: list[tuple[str, int]], columns: int | None) -> Tensor:
         """The named tensors above one another, in the program's dtype and on its device."""
+        if columns is not None and (matrix := self._kept_blocks(parts, columns)) is not None:
+            return matrix
         tail = () if columns is None else (columns,)
         stacked = torch.empty((sum(rows for _, rows in parts), *tail), dtype=self._dtype, device=self._device)
         offset = 0
@@ -118,21 +142,46 @@ class _Assembly:
         if unused:
             raise InvalidCheckpoint(f"the model does not use {len(unused)} tensors of the checkpoint: {_some(unused)}")
 
-    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _kept_blocks(self, parts: list[tuple[str, int]], columns: int) -> BlockMatrix | None:
+        """The named matrices above one another, if all of them are stored in blocks of one layout."""
+        if self._kept is None:
+            return None
+        found = [self._kept.read_blocks(self._existing(name)) for name, _ in parts]
+        blocks = [of_part for of_part in found if of_part is not None]
+        if len(blocks) < len(found) or len({of_part.layout for of_part in blocks}) > 1:
+            return None
+        for (name, rows), of_part in zip(parts, blocks, strict=True):
+            _check_shape(name, of_part.shape, (rows, columns))
+            self._taken.add(name)
+        return BlockMatrix(tiled(stacked(blocks)))
+
+    def _existing(self, name: str) -> str:
         if name not in self._names:
             raise InvalidCheckpoint(f"the checkpoint has no tensor {name}")
-        tensor = self._source.read(name)
-        if tuple(tensor.shape) != shape:
-            raise InvalidCheckpoint(f"tensor {name} has shape {tuple(tensor.shape)}, not {shape}")
+        return name
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._source.read(self._existing(name))
+        _check_shape(name, tuple(tensor.shape), shape)
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise InvalidCheckpoint(f"tensor {name} has dtype {tensor.dtype}, which is not supported")
         self._taken.add(name)
         return tensor
 
 
-def load_weights(config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
-    """Read all, one tensor at a time, into `dtype` on `device`. Raises `InvalidCheckpoint` naming the tensor."""
-    assembly = _Assembly(source, dtype, device)
+def load_weights(
+    config: ModelConfig,
+    source: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    kept: BlockSource | None = None,
+) -> DecoderWeights:
+    """Read all, one tensor at a time, into `dtype` on `device`. Raises `InvalidCheckpoint` naming the tensor.
+
+    `kept`: the same source, where matrices that it has in blocks are to stay so, as `BlockMatrix`; these are for the
+    CPU in float32 alone.
+    """
+    assembly = _Assembly(source, kept, dtype, device)
     embedding = assembly.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layers = tuple(_layer(config, assembly, f"model.layers.{i}.") for i in range(config.num_layers))
     final_norm = assembly.vector("model.norm.weight", config.hidden_size)
@@ -172,6 +221,11 @@ def _layer(config: ModelConfig, assembly: _Assembly, prefix: str) -> LayerWeight
         down=assembly.matrix(mlp + "down_proj.weight", hidden, inner),
         down_bias=assembly.vector(mlp + "down_proj.bias", hidden) if config.mlp_bias else None,
     )
+
+
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        raise InvalidCheckpoint(f"tensor {name} has shape {shape}, not {expected}")
 
 
 def _some(names: list[str]) -> str:

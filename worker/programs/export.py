@@ -213,7 +213,7 @@ def export_model(
     """Load the model that `config` names, and export it with decodes of `widths`. Raises as `load_program` too."""
     check_compiler()
     report(f"loading {config.model}")
-    program = load_program(config)
+    program = load_program(config, keep_blocks=False)
     info = replace(program.info, widths=widths)
     source = ExportSource(
         info, program.decoder, config.quantization, hash_weights(program.decoder), config.max_cells, text_files

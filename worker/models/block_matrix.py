@@ -1,0 +1,66 @@
+"""A matrix of a decoder that stays in blocks, in the place of a tensor of its values.
+
+`torch.nn.functional.linear` and `embedding` take it as their weight, so that the decoder is written once. Any other
+operation is refused: what needs the values as a tensor must be told so, and not get a copy of four times the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from worker.models.blocks import Tiles
+
+
+class BlockMatrix(Tensor):
+    """[N, K], for reading alone, of dtype float32 on the CPU. Without gradients."""
+
+    tiles: Tiles
+
+    @staticmethod
+    def __new__(cls, tiles: Tiles) -> BlockMatrix:
+        shape = (tiles.num_rows, tiles.num_columns)
+        matrix: BlockMatrix = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=torch.device("cpu"))
+        matrix.tiles = tiles
+        return matrix
+
+    def __init__(self, tiles: Tiles) -> None:
+        """Keeps `tiles`, which are not copied."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.linear:
+            return _linear(*args, **(kwargs or {}))
+        if func is functional.embedding:
+            return _embedding(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(f"a matrix that is kept in blocks has linear and embedding alone, not {func}")
+
+    def __repr__(self, **_: Any) -> str:
+        return f"BlockMatrix({self.tiles.num_rows} x {self.tiles.num_columns}, {self.tiles.layout})"
+
+
+def _linear(x: Tensor, weight: BlockMatrix, bias: Tensor | None = None) -> Tensor:
+    from worker.cpu_blocks import product  # loads numba, which no other matrix needs
+
+    rows = product(x.reshape(-1, x.shape[-1]), weight.tiles, bias)
+    return rows.view(*x.shape[:-1], len(weight))
+
+
+def _embedding(tokens: Tensor, weight: BlockMatrix, max_norm: float | None = None, **options: Any) -> Tensor:
+    """`tokens` int64[T] to [T, K]. Options are those of training, but for one that would change the values."""
+    assert max_norm is None
+    return torch.from_numpy(weight.tiles.values(tokens.numpy()))
