@@ -19,7 +19,7 @@ from tests.tiny_models import save_tiny_model
 from tests.torch_rig import Rig, executor_of, load, request
 from worker.config import EngineConfig
 from worker.models.block_matrix import BlockMatrix
-from worker.models.blocks import BlockLayout, Blocks, Bytes, Tiles, tiled
+from worker.models.blocks import Arena, BlockLayout, Blocks, Bytes, Tiles, tiled
 from worker.models.gguf_blocks import KEPT_TYPES, blocks_of
 from worker.program import load_program
 
@@ -48,7 +48,7 @@ def test_blocks_hold_the_very_values_that_dequantising_gives(kind: Type, num_row
     blocks = blocks_of(data, kind)
     assert blocks is not None
     backwards = np.arange(num_rows)[::-1]
-    assert np.array_equal(tiled(blocks).values(backwards), gguf.dequantize(data, kind)[backwards])
+    assert np.array_equal(tiled(blocks, Arena()).values(backwards), gguf.dequantize(data, kind)[backwards])
 
 
 def test_types_without_blocks_of_numbers_are_not_kept() -> None:
@@ -60,7 +60,7 @@ def random_tiles(layout: BlockLayout, num_rows: int, num_blocks: int, seed: int)
     least, most = (0, 16) if layout.bits == 4 else (-128, 128)
     codes = random.integers(least, most, (num_rows, num_blocks * layout.size)).astype(np.int8)
     scales, offsets = random.normal(size=(2, num_rows, num_blocks)).astype(np.float32)
-    return tiled(Blocks(layout, codes, scales, offsets if layout.has_offsets else None))
+    return tiled(Blocks(layout, codes, scales, offsets if layout.has_offsets else None), Arena())
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,11 @@ def update_and_attend(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, v
 
 def use_threads_of_torch() -> None:
     """Per thread and cheap: whichever thread runs a forward uses as many cores for its kernels as torch does."""
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    num_threads = torch.get_num_threads()
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    if torch.get_num_threads() != num_threads:
+        # numba's first call starts its threads, and tells the OpenMP that torch uses, too, to take every core.
+        torch.set_num_threads(num_threads)
 
 
 @functools.cache

@@ -37,6 +37,9 @@ _FLOAT, _INT, _BYTE, _INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(8), ir.
 _FLOATS, _INTS, _BYTES = (ir.VectorType(element, LANES) for element in (_FLOAT, _INT, _BYTE))
 # Sums of which each takes every so manyth column: with one row alone, each addition would wait for the one before.
 _LEAST_SUMS = 4
+_LINE_BYTES = 64
+# How far ahead of the arithmetic tiles are fetched: what comes from memory in the time of a few blocks.
+_AHEAD_BYTES = 2048
 
 
 def _load(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
@@ -96,6 +99,9 @@ def _tile_code(
         fma = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{LANES}f32"
         )
+        prefetch = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _INT, _INT, _INT]), "llvm.prefetch.p0"
+        )
         zero = ir.Constant(_FLOATS, [0.0] * LANES)
         sums = [[cgutils.alloca_once(builder, _FLOATS) for _ in range(num_sums)] for _ in range(num_rows)]
         for place in (place for of_row in sums for place in of_row):
@@ -105,6 +111,9 @@ def _tile_code(
             scale = _load(builder, block, ir.Constant(_INDEX, form.code_bytes), _FLOATS)
             behind = ir.Constant(_INDEX, form.code_bytes + 4 * LANES)
             offset = _load(builder, block, behind, _FLOATS) if form.has_offsets else None
+            for line in range(0, form.tile_bytes, _LINE_BYTES):
+                ahead = builder.gep(block, [ir.Constant(_INDEX, line + _AHEAD_BYTES)])
+                builder.call(prefetch, [ahead, *(ir.Constant(_INT, option) for option in (0, 3, 1))])
             first = builder.mul(blocks.index, ir.Constant(_INDEX, form.size * num_rows))
             with cgutils.for_range(builder, ir.Constant(_INDEX, form.size // CHUNK), intp=_INDEX) as chunks:
                 chunk_bytes = CHUNK * LANES * form.bits // 8

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from worker.cpu_attention import use_threads_of_torch
 from worker.philox import KEY_STEPS, MULTIPLIERS, NUM_ROUNDS
 from worker.race import WORDS_A_CALL, Race
 
@@ -84,8 +85,7 @@ def compile_cpu_race() -> Race:
     compiled: Kernel = numba.njit(_SIGNATURE, parallel=True, nogil=True, cache=True)(_kernel)
 
     def race(probabilities: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-        # Per thread and cheap; see `worker.cpu_attention`.
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+        use_threads_of_torch()
         winners = torch.empty(len(probabilities), dtype=torch.int64)
         compiled(
             probabilities.numpy(),

@@ -25,6 +25,8 @@ CHUNK = 8
 """Columns whose codes of four bits share a word of 32."""
 _SCALE_BYTES = 4 * LANES
 _CODE_BITS = (4, 8)
+_LINE_BYTES = 64
+_PIECE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +121,29 @@ class Tiles:
 _SHIFTS = np.arange(0, 4 * CHUNK, 4, dtype=np.uint32)
 
 
-def tiled(blocks: Blocks) -> Tiles:
-    """Arrange a matrix for products."""
+class Arena:
+    """Room for tiles of many matrices, in pieces large enough that numpy asks for huge pages: with small pages, a decode
+    that reads every matrix once spends as long on finding them as on reading them."""
+
+    def __init__(self) -> None:
+        self._room = np.empty(0, dtype=np.uint8)
+
+    def zeros(self, shape: tuple[int, ...]) -> Bytes:
+        """Bytes that begin where a cache line does, so that no vector is read from two."""
+        size = int(np.prod(shape))
+        if size + _LINE_BYTES > len(self._room):
+            self._room = np.empty(max(size + _LINE_BYTES, _PIECE_BYTES), dtype=np.uint8)
+        first = -self._room.ctypes.data % _LINE_BYTES
+        taken, self._room = self._room[first : first + size], self._room[first + size :]
+        taken[:] = 0
+        return taken.reshape(shape)
+
+
+def tiled(blocks: Blocks, arena: Arena) -> Tiles:
+    """Arrange a matrix for products, in room of `arena`."""
     layout, (num_rows, num_columns) = blocks.layout, blocks.shape
     num_tiles, num_blocks = -(-num_rows // LANES), num_columns // layout.size
-    data = _aligned_zeros((num_tiles, num_blocks, layout.tile_bytes))
+    data = arena.zeros((num_tiles, num_blocks, layout.tile_bytes))
     codes = _padded(blocks.codes, num_tiles).reshape(num_tiles, LANES, num_blocks, layout.size)
     if layout.bits == 8:
         stored = codes.transpose(0, 2, 3, 1)
@@ -144,11 +164,3 @@ def tiled(blocks: Blocks) -> Tiles:
 def _padded(rows: npt.NDArray[Scalar], num_tiles: int) -> npt.NDArray[Scalar]:
     missing = num_tiles * LANES - len(rows)
     return np.pad(rows, ((0, missing), (0, 0))) if missing else rows
-
-
-def _aligned_zeros(shape: tuple[int, ...]) -> Bytes:
-    """Begins where a cache line does, so that no vector is read from two."""
-    size, line = int(np.prod(shape)), 64
-    room = np.zeros(size + line, dtype=np.uint8)
-    first = -room.ctypes.data % line
-    return room[first : first + size].reshape(shape)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from planner.errors import InvalidCheckpoint
 from worker.models.block_matrix import BlockMatrix
-from worker.models.blocks import Blocks, stacked, tiled
+from worker.models.blocks import Arena, Blocks, stacked, tiled
 from worker.models.config import ModelConfig
 
 # Old Llama checkpoints store the rotary frequencies, which follow from the configuration.
@@ -107,6 +107,7 @@ class _Assembly:
     ) -> None:
         self._source = source
         self._kept = kept
+        self._arena = Arena()
         self._names = frozenset(source.names())
         self._dtype = dtype
         self._device = device
@@ -153,7 +154,7 @@ class _Assembly:
         for (name, rows), of_part in zip(parts, blocks, strict=True):
             _check_shape(name, of_part.shape, (rows, columns))
             self._taken.add(name)
-        return BlockMatrix(tiled(stacked(blocks)))
+        return BlockMatrix(tiled(stacked(blocks), self._arena))
 
     def _existing(self, name: str) -> str:
         if name not in self._names:
