@@ -15,6 +15,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 _ONE = np.float32(1)
+_LEAST_EXPONENT = np.float32(-87)
+_LOG2_E = np.float32(1.44269504)
+_LOG_2_HIGH, _LOG_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 AddNorm = Callable[[Floats, Floats, Floats, float, Floats], None]
 RotateAttend = Callable[..., None]
 
@@ -62,6 +65,26 @@ def rotated(head: Floats, norm: Floats, eps: float, cos: Floats, sin: Floats, sc
 
 
 @numba.njit(nogil=True, fastmath=FAST_MATH)
+def exp_of_negative(x: np.float32) -> np.float32:
+    """exp(x) within 3e-7 of it for x in [-87, 0]; for less, some 1e-38. What is not a number comes through.
+
+    Unlike a call of the C library, a loop over this becomes vectors. The method and the polynomial are those of Cephes
+    (Moshier 1992, `expf`): x = n * log(2) + r, and exp(r) by a polynomial.
+    """
+    x = _LEAST_EXPONENT if x < _LEAST_EXPONENT else x
+    n = np.floor(x * _LOG2_E + np.float32(0.5))
+    r = x - n * _LOG_2_HIGH - n * _LOG_2_LOW
+    series = np.float32(1.9875691500e-4)
+    series = series * r + np.float32(1.3981999507e-3)
+    series = series * r + np.float32(8.3334519073e-3)
+    series = series * r + np.float32(4.1665795894e-2)
+    series = series * r + np.float32(1.6666665459e-1)
+    series = series * r + np.float32(5.0000001201e-1)
+    power: np.float32 = np.int32((np.int32(n) + 127) << 23).view(np.float32)
+    return np.float32(series * r * r + r + _ONE) * power
+
+
+@numba.njit(nogil=True, fastmath=FAST_MATH)
 def attend_head(scaled: Floats, keys: Floats, values: Floats, cells: Integers, kv_head: int, mixed: Floats) -> None:
     """Query heads `scaled` [G, D] of one key/value head over `cells` of `keys`, `values` [cells, J, D]; to `mixed`."""
     shared, head_dim = scaled.shape
@@ -79,7 +102,7 @@ def attend_head(scaled: Floats, keys: Floats, values: Floats, cells: Integers, k
         largest = shares.max()
         total = np.float32(0)
         for i in range(num_seen):
-            shares[i] = np.exp(shares[i] - largest)
+            shares[i] = exp_of_negative(shares[i] - largest)
             total += shares[i]
         shares *= np.float32(1) / total
     mixed[:] = np.float32(0)

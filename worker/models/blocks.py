@@ -122,8 +122,10 @@ _SHIFTS = np.arange(0, 4 * CHUNK, 4, dtype=np.uint32)
 
 
 class Arena:
-    """Room for tiles of many matrices, in pieces large enough that numpy asks for huge pages: with small pages, a decode
-    that reads every matrix once spends as long on finding them as on reading them."""
+    """Room for tiles of many matrices, in pieces so large that numpy asks for huge pages.
+
+    A decode reads every matrix once, and with small pages spends as long on finding them as on reading them.
+    """
 
     def __init__(self) -> None:
         self._room = np.empty(0, dtype=np.uint8)
