@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils as numba_cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from worker.cpu_attention import use_threads_of_torch
 from worker.models.blocks import CHUNK, LANES, BlockLayout, Bytes, Floats, Tiles
 
 Product = Callable[[Bytes, Floats, Floats, Floats], None]
+cgutils: Any = numba_cgutils  # without types
 
 _WIDTHS = (1, 4, 8, 16)
 """Rows that are multiplied at once: each width is code of its own, whose sums stay in registers."""
