@@ -46,10 +46,12 @@ class BlockMatrix(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise TypeError(f"a matrix that is kept in blocks has linear and embedding alone, not {func}")
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"BlockMatrix({self.tiles.num_rows} x {self.tiles.num_columns}, {self.tiles.layout})"
 
 
@@ -57,7 +59,7 @@ def _linear(x: Tensor, weight: BlockMatrix, bias: Tensor | None = None) -> Tenso
     from worker.cpu_blocks import product  # loads numba, which no other matrix needs
 
     rows = product(x.reshape(-1, x.shape[-1]), weight.tiles, bias)
-    return rows.view(*x.shape[:-1], len(weight))
+    return rows.reshape(*x.shape[:-1], len(weight))
 
 
 def _embedding(tokens: Tensor, weight: BlockMatrix, max_norm: float | None = None, **options: Any) -> Tensor:
