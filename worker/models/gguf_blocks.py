@@ -51,7 +51,7 @@ def _nibbles(packed: Bytes) -> npt.NDArray[np.uint8]:
 
 def _fifth_bits(packed: Bytes) -> npt.NDArray[np.uint8]:
     """32 bits of each block, lowest first, as 0 or 16."""
-    return np.unpackbits(packed, axis=-1, bitorder="little") << 4
+    return np.left_shift(np.unpackbits(packed, axis=-1, bitorder="little"), 4, dtype=np.uint8)
 
 
 def _q4_0(blocks: Bytes) -> _Parts:
