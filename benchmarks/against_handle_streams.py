@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import record
-from benchmarks.served import free_port, served
+from benchmarks.served import served
 from benchmarks.stepping_executor import STEP_S
 from cluster.bench_online import Server, run_load
 from cluster.bench_workloads import Prompt
+from cluster.front import free_ports
 from cluster.latency import Spread
 from cluster.sse_client import Target, post_events
 
@@ -86,11 +87,11 @@ def measure(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
         *("--executor", "benchmarks.stepping_executor:make", "--max-num-seqs", str(args.sequences)),
         *("--front", args.front),
     ]
-    with served("cluster.cli", words, port=free_port(), log=logs / "ours.log") as url:
+    with served("cluster.cli", words, port=free_ports(1)[0], log=logs / "ours.log") as url:
         ours = asyncio.run(measure_side(url, args))
         delays = asyncio.run(first_token_delays(url, args.first_tokens))
     words = ["--step-ms", str(STEP_S * 1e3)]
-    with served("benchmarks.handle_streams_baseline", words, port=free_port(), log=logs / "theirs.log") as url:
+    with served("benchmarks.handle_streams_baseline", words, port=free_ports(1)[0], log=logs / "theirs.log") as url:
         theirs = asyncio.run(measure_side(url, args))
     delay = Spread.of_seconds(delays)
     return {

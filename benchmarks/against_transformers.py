@@ -29,12 +29,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.record import record
-from benchmarks.served import free_port, served
+from benchmarks.served import served
 from cluster import workload
 from cluster.bench_offline import GREEDY
 from cluster.bench_online import Server, run_load
 from cluster.bench_workloads import Prompt
 from cluster.checkpoints import resolve
+from cluster.front import free_ports
 from cluster.offline_engine import OfflineEngine, open_offline
 from cluster.sse_client import Target
 from cluster.workload import Item
@@ -140,7 +141,7 @@ def measure_http(args: argparse.Namespace, loads: Loads) -> dict[str, list[float
     rates: dict[str, list[float]] = {}
     with (
         tempfile.TemporaryDirectory() as logs,
-        served("cluster.cli", words, port=free_port(), log=Path(logs) / "serve.log") as url,
+        served("cluster.cli", words, port=free_ports(1)[0], log=Path(logs) / "serve.log") as url,
     ):
         for items in loads.values():
             run_http(url, items)

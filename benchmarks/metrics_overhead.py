@@ -26,8 +26,9 @@ from ray._common.formatters import JSONFormatter
 
 from benchmarks.against_handle_streams import HAPROXY, MODEL, throughput
 from benchmarks.record import record
-from benchmarks.served import free_port, served
+from benchmarks.served import served
 from benchmarks.stepping_executor import STEP_S
+from cluster.front import free_ports
 from cluster.gateway_meter import GatewayMeter
 from cluster.gateway_metrics import BETWEEN_TOKENS
 from cluster.headers import Terms
@@ -134,7 +135,7 @@ def measure(args: argparse.Namespace, log: Path) -> dict[str, float]:
         *("serve", MODEL, "--device", "cpu", "--num-workers", "1", "--num-gateways", "1", "--host", "127.0.0.1"),
         *("--executor", "benchmarks.stepping_executor:make", "--max-num-seqs", str(args.sequences)),
     ]
-    with served("cluster.cli", words, port=free_port(), log=log) as url:
+    with served("cluster.cli", words, port=free_ports(1)[0], log=log) as url:
         asyncio.run(throughput(url, sequences=16, tokens=10))
         before = service_processor_s(mark)
         result = asyncio.run(throughput(url, sequences=args.sequences, tokens=args.tokens))

@@ -25,10 +25,11 @@ from typing import Any, Final
 from benchmarks.against_handle_streams import HAPROXY, MODEL, PROMPT
 from benchmarks.metrics_overhead import MARK, service_processor_s
 from benchmarks.record import record
-from benchmarks.served import free_port, served
+from benchmarks.served import served
 from benchmarks.stepping_executor import STEP_S
 from cluster.bench_online import Server, run_load
 from cluster.bench_workloads import Prompt
+from cluster.front import free_ports
 from cluster.sse_client import Target
 from tests.otlp_collector import grpc_collector
 
@@ -111,7 +112,7 @@ def main() -> int:
             *("--executor", "benchmarks.stepping_executor:make", "--max-num-seqs", str(args.sequences)),
             *("--otlp-endpoint", collector.url),
         ]
-        with served("cluster.cli", words, port=free_port(), log=Path(logs) / "service.log") as url:
+        with served("cluster.cli", words, port=free_ports(1)[0], log=Path(logs) / "service.log") as url:
             pairs = asyncio.run(measure(url, mark, args))
             expected = SPANS_PER_REQUEST * args.sequences * (args.pairs + 1)
             deadline = time.monotonic() + EXPORTED_WITHIN_S

@@ -23,8 +23,8 @@ from ray.experimental.collective import create_collective_group
 
 from benchmarks.cell_worker import CellWorker, ForTokens, IntoCells, Target
 from benchmarks.random_model import MODELS, write_model
-from benchmarks.served import free_port
 from benchmarks.two_gpus_plan import Note, Plan
+from cluster.front import free_ports
 from planner.request import CellArray
 from worker.config import EngineConfig
 
@@ -108,7 +108,7 @@ class _Mover:
     def open(self, path: Path, num_cells: int) -> dict[str, str]:
         """Make every way ready; those that cannot be are given with the reason."""
         both = (self.sender, self.receiver)
-        address = f"127.0.0.1:{free_port()}"
+        address = f"127.0.0.1:{free_ports(1)[0]}"
         failed: dict[str, str] = {}
         for way, make in (
             (Way.PINNED, lambda: _all([end.open_shared.remote(str(path), num_cells) for end in both])),

@@ -7,6 +7,7 @@ before Ray starts. Free of Ray.
 from __future__ import annotations
 
 import importlib.util
+import random
 import shlex
 import socket
 import tempfile
@@ -21,6 +22,7 @@ DEFAULT_GRPC_PORT = 9000
 EVERY_ADDRESS = ("0.0.0.0", "::")
 FIRST_HTTP_PORT, FIRST_GRPC_PORT = 30_000, 40_000
 PORTS_OF_A_BLOCK, NUM_BLOCKS = 100, 20
+PORTS_TO_CHOOSE_FROM = range(20_000, FIRST_HTTP_PORT)
 HEADERS_WITHIN_S = 10
 """HAProxy gives a client so long for the headers of a request; bodies have a limit of their own at the gateway."""
 
@@ -140,15 +142,19 @@ def haproxy_script(folder: Path, binary: str, headers_within_s: int = HEADERS_WI
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports that nothing listens on now, and that no connection out of this machine takes before they are used: Linux
+    takes those from 32768 on. Raises `InvalidConfiguration` when there are too few."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS_TO_CHOOSE_FROM, len(PORTS_TO_CHOOSE_FROM)):
+        if len(found) == count:
+            return found
+        with socket.socket() as probe:
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                continue
+            found.append(port)
+    raise InvalidConfiguration(f"fewer than {count} of {len(PORTS_TO_CHOOSE_FROM)} ports are free on this machine")
 
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:

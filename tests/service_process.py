@@ -78,6 +78,8 @@ class ServiceProcess:
                 line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise AssertionError(f"no {part!r} within {timeout_s} s in:\n{''.join(self.output)}") from None
+            if not line:
+                raise AssertionError(f"it ended before {part!r}:\n{''.join(self.output)}")
             if part in line:
                 return line
 
@@ -132,6 +134,7 @@ class ServiceProcess:
         for line in self._process.stdout:
             self.output.append(line)
             self._lines.put(line)
+        self._lines.put("")  # it says no more
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from cluster.service_metrics import METRICS
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tests.grpc_desk import endings, request, text_of, trailer
@@ -178,9 +179,10 @@ def test_the_doctor_asks_every_node_of_the_cluster_that_serves(service: ServiceP
     assert lines[0].startswith("FAIL nodes: 1 of 2: ")
     assert all(line.startswith("ok ") for line in lines[1:]), done.stdout
     assert any(re.fullmatch(r"ok   secret: [0-9a-f]{8} everywhere", line) for line in lines)
-    assert lines[-3:] == [
+    assert lines[-4:] == [
         f"ok   http: {service.url} serves",
         f"ok   answer: {service.url} generates",
+        f"ok   metrics: {service.url}/metrics tells all {len(METRICS)}",
         f"ok   grpc: 127.0.0.1:{service.grpc_port} serves",
     ]
 
