@@ -213,7 +213,7 @@ def test_each_wrong_has_the_clients_own_class(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model=MODEL, input="x")
+        client.moderations.create(input="x")
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="sk-wrong").models.list()
 
