@@ -17,6 +17,7 @@ from cluster.batch_desk import BatchDesk
 from cluster.batch_runner import BatchRunner
 from cluster.batch_store import BatchStore, Page
 from cluster.bodies import parse_object, read_body, validate
+from cluster.routes import add_routes
 from planner.errors import InvalidRequest
 from protos.openai_answers import Answer
 from protos.openai_batches import ENDED, Batch, BatchBody, BatchList, RequestCounts
@@ -38,13 +39,15 @@ class Batches:
 def add_batch_routes(app: FastAPI, maker: AnswerMaker, batches: Batches | None, account: Account) -> None:
     """`batches` None: nothing is kept, and every endpoint says so."""
     endpoints = _Endpoints(maker, batches, account)
-    for path, method, endpoint in (
-        ("/v1/batches", "POST", endpoints.create),
-        ("/v1/batches", "GET", endpoints.list),
-        ("/v1/batches/{batch_id}", "GET", endpoints.one),
-        ("/v1/batches/{batch_id}/cancel", "POST", endpoints.cancel),
-    ):
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    add_routes(
+        app,
+        (
+            ("/v1/batches", "POST", endpoints.create),
+            ("/v1/batches", "GET", endpoints.list),
+            ("/v1/batches/{batch_id}", "GET", endpoints.one),
+            ("/v1/batches/{batch_id}/cancel", "POST", endpoints.cancel),
+        ),
+    )
 
 
 def kept(batches: Batches | None) -> Batches:

@@ -17,6 +17,7 @@ from starlette.responses import FileResponse, Response
 from cluster.answer_maker import AnswerMaker
 from cluster.batch_api import Account, Batches, answered, kept, page_of
 from cluster.batch_store import BatchStore
+from cluster.routes import add_routes
 from planner.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 from protos.openai_batches import FileCard, FileDeleted, FileList
 
@@ -27,14 +28,16 @@ _MOST_NAME: Final = 255
 def add_file_routes(app: FastAPI, maker: AnswerMaker, batches: Batches | None, account: Account) -> None:
     """`batches` None: nothing is kept, and every endpoint says so."""
     endpoints = _Endpoints(maker, batches, account)
-    for path, method, endpoint in (
-        ("/v1/files", "POST", endpoints.upload),
-        ("/v1/files", "GET", endpoints.list),
-        ("/v1/files/{file_id}", "GET", endpoints.one),
-        ("/v1/files/{file_id}", "DELETE", endpoints.delete),
-        ("/v1/files/{file_id}/content", "GET", endpoints.content),
-    ):
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    add_routes(
+        app,
+        (
+            ("/v1/files", "POST", endpoints.upload),
+            ("/v1/files", "GET", endpoints.list),
+            ("/v1/files/{file_id}", "GET", endpoints.one),
+            ("/v1/files/{file_id}", "DELETE", endpoints.delete),
+            ("/v1/files/{file_id}/content", "GET", endpoints.content),
+        ),
+    )
 
 
 class _Endpoints:

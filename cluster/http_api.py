@@ -29,6 +29,7 @@ from cluster.metrics_page import exposition
 from cluster.page_files import page_files
 from cluster.request_record import RECORD
 from cluster.response_api import add_response_route
+from cluster.routes import add_routes
 from cluster.service_metrics import METRICS, metric_sources
 from cluster.session_api import add_session_routes, named_session, refuse_session
 from cluster.tellings import chat_telling, completion_telling
@@ -82,22 +83,24 @@ def create_app(maker: AnswerMaker, batches: Batches | None = None, *, tells_requ
     app.add_exception_handler(HTTPException, _explain_http)
     endpoints = _Endpoints(maker)
     debug = DebugApi(maker.service)
-    for path, method, endpoint in (
-        ("/v1/completions", "POST", endpoints.completions),
-        ("/v1/chat/completions", "POST", endpoints.chat_completions),
-        ("/v1/models", "GET", endpoints.models),
-        ("/v1/models/{name:path}", "GET", endpoints.one_model),
-        ("/tokenize", "POST", endpoints.tokenize),
-        ("/detokenize", "POST", endpoints.detokenize),
-        ("/health", "GET", endpoints.health),
-        ("/ready", "GET", endpoints.ready),
-        ("/version", "GET", endpoints.version),
-        ("/metrics", "GET", endpoints.metrics),
-        ("/debug/kv", "GET", debug.kv),
-        ("/debug/plan", "GET", debug.plan),
-        ("/debug/fleet", "GET", debug.fleet),
-    ):
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    add_routes(
+        app,
+        (
+            ("/v1/completions", "POST", endpoints.completions),
+            ("/v1/chat/completions", "POST", endpoints.chat_completions),
+            ("/v1/models", "GET", endpoints.models),
+            ("/v1/models/{name:path}", "GET", endpoints.one_model),
+            ("/tokenize", "POST", endpoints.tokenize),
+            ("/detokenize", "POST", endpoints.detokenize),
+            ("/health", "GET", endpoints.health),
+            ("/ready", "GET", endpoints.ready),
+            ("/version", "GET", endpoints.version),
+            ("/metrics", "GET", endpoints.metrics),
+            ("/debug/kv", "GET", debug.kv),
+            ("/debug/plan", "GET", debug.plan),
+            ("/debug/fleet", "GET", debug.fleet),
+        ),
+    )
     add_session_routes(app, maker, endpoints.account)
     add_file_routes(app, maker, batches, endpoints.account)
     add_batch_routes(app, maker, batches, endpoints.account)

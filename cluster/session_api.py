@@ -10,6 +10,7 @@ from starlette.responses import Response
 from cluster.answer_maker import AnswerMaker
 from cluster.answer_response import json_response
 from cluster.bodies import parse_object, read_body, validate
+from cluster.routes import add_routes
 from cluster.sessions import Session
 from planner.errors import InvalidRequest
 from protos import openai_answers as wire
@@ -36,14 +37,16 @@ def refuse_session(request: Request) -> None:
 
 def add_session_routes(app: FastAPI, maker: AnswerMaker, account: Account) -> None:
     endpoints = _Endpoints(maker, account)
-    for path, method, endpoint in (
-        ("/v1/sessions", "POST", endpoints.open),
-        ("/v1/sessions", "GET", endpoints.list),
-        ("/v1/sessions/{session_id}", "GET", endpoints.one),
-        ("/v1/sessions/{session_id}", "DELETE", endpoints.close),
-        ("/v1/sessions/{session_id}/fork", "POST", endpoints.fork),
-    ):
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    add_routes(
+        app,
+        (
+            ("/v1/sessions", "POST", endpoints.open),
+            ("/v1/sessions", "GET", endpoints.list),
+            ("/v1/sessions/{session_id}", "GET", endpoints.one),
+            ("/v1/sessions/{session_id}", "DELETE", endpoints.close),
+            ("/v1/sessions/{session_id}/fork", "POST", endpoints.fork),
+        ),
+    )
 
 
 class _Endpoints:
