@@ -110,7 +110,8 @@ class Worker:
 
         Raises `TimeoutError` when the engine does not come to it.
         """
-        view = await asyncio.wait_for(asyncio.wrap_future(self._engine.inspect()), INSPECT_WITHIN_S)
+        async with asyncio.timeout(INSPECT_WITHIN_S):
+            view = await asyncio.wrap_future(self._engine.inspect())
         return await asyncio.to_thread(worker_view, self.worker_id, view, num_steps)
 
     async def __del__(self) -> None:

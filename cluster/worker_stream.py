@@ -185,7 +185,8 @@ class WorkerStream:
 
     async def _read(self, call: grpc.aio.StreamStreamCall[pb.Command, pb.StepUpdates]) -> None:
         messages = aiter(call)
-        hello = await asyncio.wait_for(anext(messages, None), HELLO_TIMEOUT_S)
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            hello = await anext(messages, None)
         if hello is None or hello.info.worker_id != self.member.worker_id:
             return  # not this worker: its port may have gone to another one
         if not self._stalled:
@@ -225,7 +226,8 @@ class WorkerStream:
 
     async def _sleep_unless_retired(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
         except TimeoutError:
             return
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -185,6 +186,28 @@ async def test_closing_ends_everything() -> None:
         (update,) = await generation.next()
         assert isinstance(update.error, WorkerLost)
         assert streams.num_live == 0
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_stream_that_is_ended_as_the_worker_says_hello_ends(turns: int) -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        said: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def messages() -> AsyncIterator[pb.StepUpdates]:
+            await said
+            yield pb.StepUpdates(info=worker.info)
+            await asyncio.Event().wait()
+
+        reading = asyncio.create_task(streams._streams["w0"]._read(messages()))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        said.set_result(None)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reading.cancel()
+        done, _ = await asyncio.wait([reading], timeout=1)
+        assert done
+        assert reading.cancelled()
 
 
 async def test_the_outbox_is_bounded_and_forgets_what_was_cancelled_in_time() -> None:
