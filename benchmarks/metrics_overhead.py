@@ -22,7 +22,10 @@ from pathlib import Path
 
 import psutil
 import ray
-from ray._common.formatters import JSONFormatter
+from ray._common import ray_constants
+from ray.serve._private.common import ServeComponentType
+from ray.serve._private.logging_utils import configure_component_logger
+from ray.serve.schema import LoggingConfig
 
 from benchmarks.against_handle_streams import HAPROXY, MODEL, throughput
 from benchmarks.record import record
@@ -36,7 +39,8 @@ from cluster.last_report import LastReport
 from cluster.metric import Sample
 from cluster.ray_metrics import PERIOD_S as RAY_PERIOD_S
 from cluster.ray_metrics import RayMetrics
-from cluster.request_record import RequestRecord, log_requests_to
+from cluster.request_log import log_requests_to
+from cluster.request_record import RequestRecord
 from planner.limits import Snapshot
 from planner.metrics import Metrics
 from protos import worker_pb2 as pb
@@ -74,12 +78,18 @@ def gateway_s_per_token() -> dict[str, float]:
 
 
 def log_s_per_request(folder: Path) -> float:
-    """The line of a request that is over, in JSON into a file, as `raycomb serve --log-requests` has it."""
-    file = logging.FileHandler(folder / "requests.log")
-    file.setFormatter(JSONFormatter())
-    destination = logging.Logger("benchmark", logging.INFO)
-    destination.addHandler(file)
-    log_requests_to(destination)
+    """The line of a request that is over, as a gateway of `raycomb serve --log-requests` writes it: by Serve's own log,
+    with its filters and its file that rotates. Needs Ray, which the filters ask."""
+    configure_component_logger(
+        component_name="raycomb_Gateway",
+        component_id="benchmark",
+        component_type=ServeComponentType.REPLICA,
+        logging_config=LoggingConfig(log_level="INFO", encoding="JSON", enable_access_log=False, logs_dir=str(folder)),
+        max_bytes=ray_constants.LOGGING_ROTATE_BYTES,
+        backup_count=ray_constants.LOGGING_ROTATE_BACKUP_COUNT,
+    )
+    serve_log = logging.getLogger("ray.serve")
+    log_requests_to(serve_log, "raycomb")
 
     def lines() -> None:
         for number in range(NUM_CALLS // 20):
@@ -89,8 +99,9 @@ def log_s_per_request(folder: Path) -> float:
             made.finish()
 
     took = processor_s(lines) * 20 / NUM_CALLS
-    log_requests_to(logging.getLogger())
-    file.close()
+    for handler in serve_log.handlers[:]:
+        serve_log.removeHandler(handler)
+        handler.close()
     return took
 
 
@@ -158,9 +169,9 @@ def main() -> int:
     os.environ.update(HAPROXY)
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     gateway, worker = gateway_s_per_token(), worker_s()
-    ray.shutdown()
     with tempfile.TemporaryDirectory() as logs:
         log_s = log_s_per_request(Path(logs))
+        ray.shutdown()
         service = measure(args, Path(logs) / "service.log")
     step_s = args.sequences / service["tokens_per_s"]
     shares = {

@@ -30,7 +30,7 @@ from cluster.http_api import create_app
 from cluster.listing import follow_listing
 from cluster.membership import Members, board, board_key
 from cluster.ray_metrics import RayMetrics
-from cluster.request_record import log_requests_to
+from cluster.request_log import log_requests_to
 from cluster.router import Predictions, Router
 from cluster.service_metrics import gateway_labels
 from cluster.streams import Streams
@@ -61,9 +61,10 @@ class Gateway(GrpcMethods):
     """
 
     async def __init__(self, config: ServiceConfig, workers: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
-        log_requests_to(logger)
+        context = serve.get_replica_context()
+        log_requests_to(logger, context.app_name)
         text = await asyncio.to_thread(lambda: load_text(resolve(config.engine.model)))
-        replica_tag = serve.get_replica_context().replica_tag
+        replica_tag = context.replica_tag
         router = Router(
             max_waiting=config.engine.max_waiting,
             max_waiting_tokens=config.engine.max_waiting_tokens,
@@ -99,7 +100,7 @@ class Gateway(GrpcMethods):
         self._ray_metrics = RayMetrics(labels, lambda: gateway_samples(meter, self._streams))
         self._ray_metrics.start()
         self._workers = workers.options()  # `options` starts the handle's router, and with it the membership's flow
-        self._unfollow = follow_listing(serve.get_replica_context(), self._set_listed)
+        self._unfollow = follow_listing(context, self._set_listed)
         await self._take_over()
 
     def __serve_build_asgi_app__(self) -> Any:

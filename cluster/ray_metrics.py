@@ -27,7 +27,7 @@ PERIOD_S: Final = 2.0
 MAX_CALLS_IN_A_ROW: Final = 256
 """Of Ray, before the event loop has its turn: less than a millisecond."""
 
-MAX_OBSERVATIONS: Final = 1000
+MAX_OBSERVATIONS: Final = 250
 """Of one histogram in one period."""
 
 Key = tuple[str, tuple[str, ...]]

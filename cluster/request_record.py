@@ -7,8 +7,6 @@ names in its headers or metadata, and above those of the runs. For requests that
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +15,9 @@ from typing import Any, Final
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, StatusCode, Tracer
 
+from cluster.request_log import log_line, wants_lines
 from planner.errors import DeadlineExceeded, RaycombError, RequestRefused
 from worker.tracing import TRACEPARENT, TRACESTATE, parent_of
-
-logger = logging.getLogger("raycomb.requests")
-"""INFO: a line of JSON for each request that asks for tokens."""
 
 REQUEST_ID: Final = "gen_ai.request.id"
 MODEL: Final = "gen_ai.request.model"
@@ -96,8 +92,8 @@ class RequestRecord:
         whole_s = time.monotonic() - self.began_at
         if self.span.is_recording():
             self._tell_span(whole_s)
-        if logger.isEnabledFor(logging.INFO):
-            logger.info(json.dumps(self.told(whole_s)))  # while the span still records
+        if wants_lines():
+            log_line(self.request_id, self.told(whole_s))  # while the span still records
         self.span.end()
 
     def _tell_span(self, whole_s: float) -> None:
@@ -136,8 +132,3 @@ class RequestRecords:
             raise
         finally:
             record.finish()
-
-
-def log_requests_to(destination: logging.Logger) -> None:
-    """Have the lines go where this process' other lines go, if that takes INFO."""
-    logger.parent = destination

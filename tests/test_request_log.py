@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import logging.handlers
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster import request_log
+from cluster.request_record import RequestRecord
 from planner.errors import QueueFull, WorkerLost
 from tests.fake_fleet import FakeFleet
 from tests.grpc_desk import grpc_desk
@@ -85,3 +89,49 @@ async def test_nothing_is_logged_where_nobody_asked(caplog: pytest.LogCaptureFix
     async with desk() as d:
         await d.post("/v1/completions", **PROMPT)
     assert lines(caplog) == []
+
+
+class Tells(logging.Filter):
+    """As a filter of Serve's: adds what it knows to records that do not say that they need nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not getattr(record, "skip_context_filter", False):
+            self.num_asked += 1
+            vars(record).update(replica="gateway 7", task_name="the constructor")
+        return True
+
+
+class Counted(logging.Formatter):
+    num_texts = 0
+
+    def format(self, record: logging.LogRecord) -> str:
+        self.num_texts += 1
+        return f"{vars(record)['replica']} {vars(record)['request_id']} {record.getMessage()}"
+
+
+def test_what_all_lines_have_is_asked_once_and_each_text_is_made_once(tmp_path: Path) -> None:
+    destination = logging.Logger("a log", logging.INFO)
+    file = logging.handlers.RotatingFileHandler(tmp_path / "log", maxBytes=10_000, backupCount=1)
+    tells, counted = Tells(), Counted()
+    file.setFormatter(counted)
+    through = logging.handlers.MemoryHandler(1, target=file)
+    through.addFilter(tells)
+    destination.addHandler(through)
+    before = request_log.logger.parent
+    try:
+        request_log.log_requests_to(destination, "raycomb")
+        for number in range(3):
+            RequestRecord("POST /v1/completions", f"request-{number}").finish()
+    finally:
+        request_log.logger.parent = before
+        request_log.logger.filters.clear()
+        through.close()
+        file.close()
+    written = [line.split(" ", 3) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line[:3] for line in written] == [["gateway", "7", f"request-{number}"] for number in range(3)]
+    assert [json.loads(line[3])["request_id"] for line in written] == [f"request-{number}" for number in range(3)]
+    assert (tells.num_asked, counted.num_texts) == (1, 3)
