@@ -2,7 +2,8 @@
 `doctor`, and more.
 
 Each subcommand is a module with `add_arguments(parser)` and `execute(args) -> exit code`. Exit code 2 and one line on
-stderr mean that something was asked for that cannot be.
+stderr mean that something was asked for that cannot be. Importing this module costs nothing, so that Ctrl-C is heard
+from the first moment on.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
-
-from cluster.settings_sources import merged_tokens
-from planner.errors import RaycombError
 
 COMMANDS = {
     "serve": ("cluster.serve_command", "serve a model over HTTP, on many workers"),
@@ -29,6 +27,7 @@ COMMANDS = {
     "doctor": ("cluster.doctor_command", "check this machine, or every node of RAY_ADDRESS's cluster"),
 }
 EXIT_CODE_OF_SETUP_ERRORS = 2
+EXIT_CODE_OF_CTRL_C = 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,7 +43,16 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (that of the process, if None); gives the exit code."""
     try:
-        tokens = list(sys.argv[1:] if argv is None else argv)
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return EXIT_CODE_OF_CTRL_C
+
+
+def _run(tokens: list[str]) -> int:
+    from cluster.settings_sources import merged_tokens
+    from planner.errors import RaycombError
+
+    try:
         parser = make_parser(tokens)
         if tokens[:1] == ["serve"] and not {"-h", "--help"} & set(tokens):
             tokens = ["serve", *merged_tokens(serve_parser(), tokens[1:])]
@@ -55,8 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RaycombError as error:
         print(f"raycomb: error: {error.message}", file=sys.stderr)
         return EXIT_CODE_OF_SETUP_ERRORS
-    except KeyboardInterrupt:
-        return 130
     return code
 
 

@@ -1,7 +1,8 @@
 """`/debug/kv`, `/debug/plan`, `/debug/fleet`: what workers hold, why their last steps were as they were, and what this
 gateway knows of all, as JSON.
 
-For people and for the page. The first two make every worker look through its pool: not to be polled fast.
+For people and for the page. The first two make every worker look through its pool: not to be polled fast. A worker that
+does not answer is named as `silent`, beside what the others say.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from starlette.responses import Response
 
 from cluster.answer_maker import Service
 from cluster.answer_response import json_response
-from cluster.debug_views import View
+from cluster.debug_views import RollCall
 from cluster.fleet_view import fleet_view
 from planner.errors import InvalidRequest
 from worker.inspection import NUM_STEPS_KEPT
@@ -34,9 +35,7 @@ class DebugApi:
         return json_response(json.dumps(fleet_view(self._service)).encode())
 
     async def kv(self, _request: Request) -> Response:
-        views = await self._inspect(0)
-        kept = ("worker", "kv", "num_sequences", "sequences")
-        return _json([{name: view[name] for name in kept} for view in views])
+        return _json(await self._inspect(0), ("worker", "kv", "num_sequences", "sequences"))
 
     async def plan(self, request: Request) -> Response:
         """`?steps=N` of the last steps of every worker."""
@@ -45,9 +44,9 @@ class DebugApi:
             raise InvalidRequest(
                 f"steps must be a whole number up to {NUM_STEPS_KEPT}, not {asked[:20]}", param="steps"
             )
-        views = await self._inspect(int(asked))
-        return _json([{name: view[name] for name in ("worker", "limits", "steps")} for view in views])
+        return _json(await self._inspect(int(asked)), ("worker", "limits", "steps"))
 
 
-def _json(workers: list[View]) -> Response:
-    return json_response(json.dumps({"workers": workers}).encode())
+def _json(answer: RollCall, kept: tuple[str, ...]) -> Response:
+    workers = [{name: view[name] for name in kept} for view in answer.views]
+    return json_response(json.dumps({"workers": workers, "silent": answer.silent}).encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
@@ -12,13 +12,23 @@ from planner.limits import Limits
 from worker.inspection import EngineView, StepRecord
 
 View = dict[str, Any]
-Inspect = Callable[[int], Awaitable[list[View]]]
+
+
+@dataclass(frozen=True, slots=True)
+class RollCall:
+    """What the workers said that answered, and the ids of those that did not in time."""
+
+    views: list[View]
+    silent: list[str]
+
+
+Inspect = Callable[[int], Awaitable[RollCall]]
 """Asks every worker for its view, with so many of its last steps explained. Raises `Unavailable`."""
 
 
-async def nobody(_num_steps: int) -> list[View]:
+async def nobody(_num_steps: int) -> RollCall:
     """Where there are no workers to ask."""
-    return []
+    return RollCall([], [])
 
 
 def worker_view(worker_id: str, view: EngineView, num_steps: int) -> View:

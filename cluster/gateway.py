@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ray import serve
-from ray.exceptions import RayError
 
 from cluster.activity import Activity, activity
 from cluster.answer_maker import AnswerMaker, Service
@@ -19,7 +18,6 @@ from cluster.batch_desk import BatchDesk
 from cluster.batch_runner import BatchRunner
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
-from cluster.debug_views import View
 from cluster.failover import FailoverLimits
 from cluster.gateway_meter import GatewayMeter
 from cluster.gateway_metrics import gateway_samples
@@ -31,11 +29,11 @@ from cluster.listing import follow_listing
 from cluster.membership import Members, board, board_key
 from cluster.ray_metrics import RayMetrics
 from cluster.request_log import log_requests_to
+from cluster.roll_call import RollCaller
 from cluster.router import Predictions, Router
 from cluster.service_metrics import gateway_labels
 from cluster.streams import Streams
 from cluster.text import load_text
-from planner.errors import Unavailable
 from worker.tls import channel_credentials
 from worker.tracing import open_tracing
 
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 logger = logging.getLogger("ray.serve")
-
-INSPECT_WITHIN_S: Final = 8.0
 
 TAKE_OVER_S: Final = 10.0
 """A new gateway waits so long for what it can expect within a second."""
@@ -77,12 +73,14 @@ class Gateway(GrpcMethods):
         tracer = self._tracing.tracer
         secret = config.secret.get_secret_value()
         self._streams = Streams(config.model_name, secret, router, limits, meter, credentials, tracer)
+        self._members: Members | None = None
+        roll = RollCaller(lambda steps: self._workers.broadcast("inspect", steps), lambda: self._members or {})
         service = Service(
             self._streams,
             text,
             config.http,
             meter,
-            self._inspect,
+            roll.call,
             model_name=config.model_name,
             gateway_id=replica_tag,
             num_gateways=config.num_gateways,
@@ -94,7 +92,6 @@ class Gateway(GrpcMethods):
         self._health = Health(self._streams)
         self._program = config.program
         self._draining = False
-        self._members: Members | None = None
         self._unsubscribe = self._follow(workers)
         labels = gateway_labels(service.model_name, service.gateway_id)
         self._ray_metrics = RayMetrics(labels, lambda: gateway_samples(meter, self._streams))
@@ -114,15 +111,6 @@ class Gateway(GrpcMethods):
         runner = BatchRunner(self._maker, desk)
         runner.start()
         return Batches(desk, runner)
-
-    async def _inspect(self, num_steps: int) -> list[View]:
-        """Over Serve's control plane, which is slow and reaches every worker."""
-        asked = self._workers.broadcast("inspect", num_steps)
-        try:
-            views: list[View] = await asyncio.to_thread(asked.results, timeout_s=INSPECT_WITHIN_S)
-        except (RayError, TimeoutError) as error:
-            raise Unavailable(f"not every worker said what it holds: {type(error).__name__}") from error
-        return views
 
     def _follow(self, workers: DeploymentHandle[Any]) -> Callable[[], None]:
         """Hear of the workers' membership from now on; gives the way to end that."""

@@ -1,4 +1,5 @@
-"""The page at `/`: files that are sent as they are, without a build step and without anything from elsewhere."""
+"""Files that are sent as they are: the page at `/`, without a build step and without anything from elsewhere, and the
+OpenAPI document."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
+import protos
+
 FOLDER: Final = Path(__file__).parent / "page"
+OPENAPI: Final = Path(protos.__file__).parent / "openapi.json"
 INDEX: Final = "index.html"
 TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -38,7 +42,7 @@ class PageFile:
 
 def page_files() -> dict[str, PageFile]:
     """By path; the page itself at `/`. They tell nothing of the service, so they need no key."""
-    found = {}
+    found = {"/openapi.json": PageFile(OPENAPI.read_bytes(), "application/json")}
     for path in sorted(FOLDER.iterdir()):
         if path.suffix in TYPES:
             where = "/" if path.name == INDEX else f"/page/{path.name}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -353,3 +355,24 @@ def test_a_ray_that_does_not_start_is_told_in_one_line(told: str) -> None:
     with pytest.raises(SetupError, match=r"^Ray did not start: [^\n]+$") as error:
         start_ray(start)
     assert (told.partition("\n")[0] or "Exception") in error.value.message
+
+
+CTRL_C_AT_THE_FIRST_IMPORT = """
+import sys
+
+class AtTheFirstImport:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("numpy", "yaml", "planner"):
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, AtTheFirstImport())
+from cluster.cli import main
+sys.exit(main(["serve", "--help"]))
+"""
+
+
+def test_ctrl_c_while_the_command_is_still_imported_ends_it_without_a_word() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CTRL_C_AT_THE_FIRST_IMPORT], cwd=ROOT, capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")

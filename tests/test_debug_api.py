@@ -10,7 +10,7 @@ import httpx
 
 from cluster.answer_maker import AnswerMaker, Service
 from cluster.api_settings import ApiSettings
-from cluster.debug_views import View, worker_view
+from cluster.debug_views import RollCall, View, worker_view
 from cluster.events import MAX_EVENTS, Events
 from cluster.http_api import create_app
 from planner.errors import Unavailable
@@ -37,10 +37,10 @@ def real_view(num_steps: int) -> View:
 
 @asynccontextmanager
 async def client(*, alive: bool = True, key: str = "") -> AsyncIterator[httpx.AsyncClient]:
-    async def inspect(num_steps: int) -> list[View]:
+    async def inspect(num_steps: int) -> RollCall:
         if not alive:
-            raise Unavailable("not every worker said what it holds: RayActorError")
-        return [real_view(num_steps)]
+            raise Unavailable("no worker could be asked what it holds: TimeoutError")
+        return RollCall([real_view(num_steps)], ["w2"])
 
     settings = ApiSettings(api_keys=(key,) if key else ())
     service = Service(FakeFleet(MODEL, says("x")), TEXT, settings, inspect=inspect)
@@ -81,7 +81,14 @@ async def test_a_number_of_steps_that_is_none_is_refused() -> None:
             assert refusal(await http.get("/debug/plan", params={"steps": steps}))["param"] == "steps"
 
 
-async def test_no_answer_of_a_worker_is_a_503() -> None:
+async def test_a_worker_that_says_nothing_is_named_beside_what_the_others_say() -> None:
+    async with client() as http:
+        for path in ("/debug/kv", "/debug/plan"):
+            told = (await http.get(path)).json()
+            assert ([worker["worker"] for worker in told["workers"]], told["silent"]) == (["w1"], ["w2"])
+
+
+async def test_where_no_worker_can_be_asked_it_is_a_503() -> None:
     async with client(alive=False) as http:
         refusal(await http.get("/debug/kv"), 503)
 

@@ -95,3 +95,10 @@ def test_troubleshooting_knows_codes_and_messages_that_exist() -> None:
     for message in re.findall(r"^\| `([^`]+)`", start, re.M):
         for part in re.split(r"\.\.\.|\d[\d.:]*", message):
             assert part.strip() in source, message
+
+
+async def test_the_service_gives_its_document_to_everybody() -> None:
+    async with desk(api_keys=("k",)) as d:
+        answer = await d.http.get("/openapi.json")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.text == write.PAGES["openapi.json"]()

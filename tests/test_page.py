@@ -18,7 +18,7 @@ from playwright.async_api import Browser, Page, expect
 
 from cluster.answer_maker import AnswerMaker, Service
 from cluster.api_settings import ApiSettings
-from cluster.debug_views import View
+from cluster.debug_views import RollCall, View
 from cluster.http_api import create_app
 from tests.browser import CONTRAST, UNLABELLED, chromium, looking_at, needs_chromium
 from tests.fake_fleet import FakeFleet
@@ -50,8 +50,8 @@ async def browser() -> AsyncIterator[Browser]:
 
 @asynccontextmanager
 async def service(fleet: FakeFleet, *, num_gateways: int = 1, **settings: Any) -> AsyncIterator[str]:
-    async def inspect(_num_steps: int) -> list[View]:
-        return [pool_view()]
+    async def inspect(_num_steps: int) -> RollCall:
+        return RollCall([pool_view()], [])
 
     app = create_app(
         AnswerMaker(Service(fleet, TEXT, ApiSettings(**settings), inspect=inspect, num_gateways=num_gateways))

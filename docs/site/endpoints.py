@@ -96,5 +96,6 @@ ENDPOINTS: Final = (
     Endpoint("GET", "/debug/fleet", "what this gateway knows ([looking inside](looking_inside.md))"),
     Endpoint("GET", "/debug/kv", "cells and sequences of every worker"),
     Endpoint("GET", "/debug/plan", "the last steps of every worker, explained"),
+    Endpoint("GET", "/openapi.json", "these endpoints for programs, as an OpenAPI document"),
     Endpoint("GET", "/", "the page"),
 )
