@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 
-from planner.request import TokenArray
+from planner.request import BASE_ROOT, TokenArray
 
 BLOCK_TOKENS = 64
 MAX_RESIDENT_BLOCKS = 2**15
@@ -22,8 +22,9 @@ _BLOCK_BYTES = 4 * BLOCK_TOKENS
 _HASH_BYTES = 8
 
 
-def block_hashes(tokens: TokenArray, parent: int = 0) -> list[int]:
-    """The 64-bit names of the whole blocks of int64[n] tokens, which follow the block that is called `parent`.
+def block_hashes(tokens: TokenArray, parent: int = BASE_ROOT) -> list[int]:
+    """The 64-bit names of the whole blocks of int64[n] tokens, which follow the block that is called `parent`; the
+    first of a prompt follow its `Request.root`.
 
     Each is BLAKE2b (Aumasson et al. 2013; RFC 7693) of its parent's name and its tokens as int32, so equal names mean
     equal prefixes, all but surely, on any machine.

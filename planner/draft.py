@@ -75,6 +75,7 @@ def _chunk(sequence: Sequence, length: int, memory: Memory) -> Chunk:
         num_prompt=num_prompt - request.num_generated,
         masked=request.stop_token_ids if samples and end - num_prompt < request.min_tokens else _NOTHING,
         pooling=request.pooling if end == num_prompt or request.pooling is Pooling.MEAN else None,
+        adapter=request.adapter,
     )
 
 

@@ -87,4 +87,5 @@ def request_to_json(request: Request) -> Line:
         "pooling": None if request.pooling is None else request.pooling.value,
         "num_generated": request.num_generated,
         "tenant": request.tenant,
+        "adapter": request.adapter,
     }

@@ -52,7 +52,7 @@ class Memory:
             self.discard_copy(sequence)
         tokens = sequence.tokens.view()
         looks_up = self._caching and not sequence.family.needs_every_row(sequence)
-        matched: CellArray = self.prefixes.match(tokens) if looks_up else np.empty(0, np.int32)
+        matched: CellArray = self.prefixes.match(tokens, sequence.root) if looks_up else np.empty(0, np.int32)
         room = self.room - promised - int(np.count_nonzero(self.table.unowned(matched)))
         if not certain and room < len(tokens) - len(matched) + sequence.num_slots:
             return False
@@ -108,7 +108,7 @@ class Memory:
     def publish(self, sequence: Sequence, length: int) -> None:
         """Make the first `length` tokens of a sequence, all committed, known to the prefix index."""
         assert length <= sequence.num_computed
-        self.prefixes.insert(sequence.tokens.view(0, length), self.cells(sequence)[:length])
+        self.prefixes.insert(sequence.tokens.view(0, length), self.cells(sequence)[:length], sequence.root)
 
     def retire(self, sequence: Sequence, *, reusable: bool) -> None:
         """Take a sequence's cells back; what it committed stays known as a prefix if it is `reusable`."""
@@ -171,7 +171,7 @@ class Memory:
         """Resident cells to start on before a host copy goes on; None where the copy is worth nothing."""
         resident: CellArray = np.empty(0, np.int32)
         if self._caching:
-            resident = self.prefixes.match(sequence.tokens.view(0, copy.end + 1))
+            resident = self.prefixes.match(sequence.tokens.view(0, copy.end + 1), sequence.root)
         num_usable = self._blocks.num_usable(copy, len(resident))
         return None if num_usable is None else resident[:num_usable]
 

@@ -1,6 +1,7 @@
 """The prefix index: which token prefixes have their keys and values in the pool, token for token.
 
-A radix tree over token ids (the idea of SGLang's RadixAttention; Zheng et al. 2024), one cell a token. It only refers
+Radix trees over token ids (the idea of SGLang's RadixAttention; Zheng et al. 2024), one cell a token, and one tree for
+each root: what was computed with different adapters is never shared, however equal its tokens. The index only refers
 to cells; who owns them is the cell table's business. It never hears of tokens that are not yet written. What it knows
 is told to others by name (`planner.blocks`).
 """
@@ -14,14 +15,15 @@ import numpy as np
 
 from planner.blocks import BLOCK_TOKENS, ResidentBlocks, block_hashes
 from planner.cells import CellTable
-from planner.request import CellArray, TokenArray
+from planner.request import BASE_ROOT, CellArray, TokenArray
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
     """An edge of the tree and its lower end: int64[n] tokens and the int32[n] cells that hold them.
 
-    `start` is the position of its first token; `blocks` are the names of the blocks that end in it.
+    `start` is the position of its first token; `blocks` are the names of the blocks that end in it; `root` is the name
+    of the empty prefix at the top of its tree.
     """
 
     tokens: TokenArray
@@ -29,6 +31,7 @@ class _Node:
     parent: _Node | None
     start: int = 0
     blocks: list[int] = field(default_factory=list)
+    root: int = BASE_ROOT
     children: dict[int, _Node] = field(default_factory=dict)
     last_used: int = 0
     queued: bool = False
@@ -53,17 +56,20 @@ class PrefixIndex:
         self._enabled = enabled
         self._now = 0
         self._num_queued = 0
-        self._root = _Node(np.empty(0, np.int64), np.empty(0, np.int32), None)
+        self._roots: dict[int, _Node] = {}  # of trees that hold anything
         self._leaves: list[tuple[int, int, _Node]] = []  # a heap of (recency when queued, order of queueing, leaf)
 
-    def match(self, tokens: TokenArray) -> CellArray:
-        """Cells int32[k] of the longest resident prefix, k <= len(tokens) - 1, and mark it as just used.
+    def match(self, tokens: TokenArray, root: int = BASE_ROOT) -> CellArray:
+        """Cells int32[k] of the longest prefix that is resident below `root`, k <= len(tokens) - 1, and mark it as just
+        used.
 
         The last token is always left to compute, since its logits are wanted.
         """
         cells = [np.empty(0, np.int32)]
         self._now += 1
-        node, at = self._root, 0
+        at = 0
+        if (node := self._roots.get(root)) is None:
+            return cells[0]
         while at < len(tokens) - 1 and (child := node.children.get(int(tokens[at]))) is not None:
             common = _num_common(child.tokens, tokens[at:-1])
             child.last_used = self._now
@@ -74,21 +80,23 @@ class PrefixIndex:
             node = child
         return np.concatenate(cells)
 
-    def insert(self, tokens: TokenArray, cells: CellArray) -> None:
-        """Make int64[n] tokens known, that a sequence has committed to int32[n] cells of its own.
+    def insert(self, tokens: TokenArray, cells: CellArray, root: int = BASE_ROOT) -> None:
+        """Make int64[n] tokens known below `root`, that a sequence has committed to int32[n] cells of its own.
 
         What is known already keeps its cells; of `cells` only the rest is retained.
         """
-        if not self._enabled:
+        if not self._enabled or not len(tokens):
             return
         self._now += 1
-        node, at, last_block = self._root, 0, 0
+        top = self._roots.get(root) or _Node(np.empty(0, np.int64), np.empty(0, np.int32), None, root=root)
+        self._roots[root] = top
+        node, at, last_block = top, 0, root
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
             if child is None:
                 self._table.retain(cells[at:])
                 names = block_hashes(tokens[at // BLOCK_TOKENS * BLOCK_TOKENS :], last_block)
-                leaf = _Node(tokens[at:].copy(), cells[at:].copy(), node, at, names, last_used=self._now)
+                leaf = _Node(tokens[at:].copy(), cells[at:].copy(), node, at, names, root, last_used=self._now)
                 self._attach(leaf, node)
                 return
             common = _num_common(child.tokens, tokens[at:])
@@ -117,7 +125,7 @@ class PrefixIndex:
         for node in self._nodes():
             self._table.forget(node.cells)
             self.blocks.remove(node.blocks)
-        self._root.children.clear()
+        self._roots.clear()
         self._leaves.clear()
 
     def check(self) -> None:
@@ -131,7 +139,7 @@ class PrefixIndex:
             assert node.children or node in queued, "a leaf that eviction cannot find"
             assert node.queued == (node in queued), "a wrong mark of queueing"
             assert node.start == node.parent.start + len(node.parent.tokens), "a node at a wrong position"
-            names = block_hashes(self._path(node))
+            names = block_hashes(self._path(node), node.root)
             assert node.blocks == names[len(names) - node.num_blocks(len(node.tokens)) :], "misnamed blocks"
 
     @staticmethod
@@ -144,7 +152,7 @@ class PrefixIndex:
         return np.concatenate(parts[::-1])
 
     def _nodes(self) -> list[_Node]:
-        nodes = list(self._root.children.values())
+        nodes = [child for top in self._roots.values() for child in top.children.values()]
         for node in nodes:
             nodes.extend(node.children.values())
         return nodes
@@ -164,6 +172,7 @@ class PrefixIndex:
             parent=node.parent,
             start=node.start,
             blocks=node.blocks[:num_blocks],
+            root=node.root,
             last_used=node.last_used,
         )
         node.parent.children[int(upper.tokens[0])] = upper
@@ -234,7 +243,11 @@ class PrefixIndex:
         if length or parent is None:
             return
         del parent.children[first]
-        if parent is not self._root and not parent.children and not parent.queued:
+        if parent.children:
+            return
+        if parent.parent is None:
+            del self._roots[leaf.root]
+        elif not parent.queued:
             self._queue(parent)
 
 

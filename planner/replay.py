@@ -18,7 +18,7 @@ from planner.errors import InvalidStepLog, RaycombError, RequestFailed, error_fr
 from planner.journal import FORMAT, Line, limits_from_json, step_to_json
 from planner.limits import Limits, Snapshot
 from planner.planner import Planner
-from planner.request import Pooling, Request, SamplingParams, TokenLogprobs
+from planner.request import Adapter, Pooling, Request, SamplingParams, TokenLogprobs
 from planner.step import Chunk, ChunkOutput, Step, StepResult
 
 
@@ -121,7 +121,7 @@ def _failure(code: str) -> RequestFailed:
 
 def _request(value: Line) -> Request:
     sampling = value["sampling"]
-    pooling = value.get("pooling")  # records of older versions have none
+    pooling, adapter = value.get("pooling"), value.get("adapter")  # records of older versions have none
     bias = tuple((token, by) for token, by in sampling["logit_bias"])
     return Request(
         **value
@@ -130,5 +130,6 @@ def _request(value: Line) -> Request:
             "sampling": SamplingParams(**sampling | {"logit_bias": bias}),
             "stop_token_ids": frozenset(value["stop_token_ids"]),
             "pooling": None if pooling is None else Pooling(pooling),
+            "adapter": None if adapter is None else Adapter(*adapter),
         }
     )

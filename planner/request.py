@@ -19,6 +19,9 @@ CellArray = npt.NDArray[np.int32]
 MAX_TOP_LOGPROBS = 20
 MAX_TENANT = 64
 
+BASE_ROOT = 0
+"""See `Request.root`: of requests without an adapter."""
+
 
 class FinishReason(Enum):
     """Why a sequence ended. Each accepted sequence ends with exactly one."""
@@ -34,6 +37,14 @@ class Pooling(Enum):
 
     LAST = "last"
     MEAN = "mean"
+
+
+class Adapter(NamedTuple):
+    """Low-rank matrices beside a model's own (LoRA): the name that clients use, and which matrices they are, as 64 bits
+    of a hash of them. Keys and values that were computed with other matrices are of no use to it."""
+
+    name: str
+    revision: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,8 @@ class Request:
     Within a priority, tenants share a worker by their weights. `deadline` is a time on `time.monotonic`'s clock of
     the process that holds the request; the planner does not read it, since it has no clock. Nor does it read `trace`,
     the W3C traceparent of the span that those of this request stand under; empty: it has none.
+
+    `adapter`: what is computed beside the model's own matrices; None: nothing.
     """
 
     prompt: TokenArray
@@ -118,6 +131,12 @@ class Request:
     tenant: str = ""
     deadline: float | None = None
     trace: str = ""
+    adapter: Adapter | None = None
+
+    @property
+    def root(self) -> int:
+        """The name of the empty prefix that the prompt grows from: prefixes are shared below one root only."""
+        return BASE_ROOT if self.adapter is None else self.adapter.revision
 
     def __post_init__(self) -> None:
         if self.prompt.ndim != 1 or self.prompt.dtype.kind not in "iu":

@@ -61,6 +61,11 @@ class Sequence:
         return *self.family.account.class_key, self.family.request_id, self.index
 
     @property
+    def root(self) -> int:
+        """The name of the empty prefix that it grows from."""
+        return self.family.request.root
+
+    @property
     def has_left(self) -> bool:
         """Whether it has ended, and nobody waits for the prompt that it computes."""
         return self.finish_reason is not None and self.family.leader is not self

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from planner.errors import RequestFailed
-from planner.request import CellArray, Pooling, SamplingParams, TokenArray, TokenLogprobs, Vector
+from planner.request import Adapter, CellArray, Pooling, SamplingParams, TokenArray, TokenLogprobs, Vector
 from planner.slices import Slice
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Chunk(NamedTuple):
     * `masked` ids that may not be drawn here (stop tokens before `min_tokens`).
     * `pooling`: wanted is the hidden state of the last row (LAST), or the sum of those of all rows (MEAN), each behind
       the last norm.
+    * `adapter`: what is computed beside the model's own matrices.
     """
 
     sequence_id: int
@@ -48,6 +49,7 @@ class Chunk(NamedTuple):
     num_prompt: int = 0
     masked: frozenset[int] = frozenset()
     pooling: Pooling | None = None
+    adapter: Adapter | None = None
 
 
 class SwapOut(NamedTuple):

@@ -32,13 +32,13 @@ class FakePool:
         self._before = np.zeros(num_cells, dtype=np.uint64)
         self._after = np.zeros(num_cells, dtype=np.uint64)
 
-    def history(self, cells: np.ndarray[Any, Any]) -> int:
-        """Hash of the history that these cells, positions 0.. in order, hold. Raises if they do not hold one."""
+    def history(self, cells: np.ndarray[Any, Any], root: int = 0) -> int:
+        """Hash of the history below `root` that these cells, positions 0.. in order, hold. Raises if they hold none."""
         if len(cells) == 0:
-            return NO_HISTORY
+            return NO_HISTORY ^ root
         if not np.array_equal(self._position[cells], np.arange(len(cells))):
             raise WrongStepError(f"cells {cells.tolist()} hold positions {self._position[cells].tolist()}")
-        if self._before[cells[0]] != NO_HISTORY or not np.array_equal(self._before[cells[1:]], self._after[cells[:-1]]):
+        if self._before[cells[0]] != NO_HISTORY ^ root or not np.array_equal(self._before[cells[1:]], self._after[cells[:-1]]):
             raise WrongStepError(f"cells {cells.tolist()} hold tokens of different sequences")
         return int(self._after[cells[-1]])
 

@@ -1,6 +1,6 @@
 """A scriptable executor without a model: the first-class fake of the one seam below the engine.
 
-Tokens are a pure function of (seed, position, all tokens before), so every disturbance of batching, chunking, caching
+Tokens are a pure function of (seed, position, adapter, all tokens before), so every disturbance of batching, chunking, caching
 or preemption must leave them as they are. A fake pool remembers what was written to each cell, so that a wrong cell
 list is caught at the step that was given it. Free of torch.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from planner.errors import ForwardFailed, RequestFailed
 from planner.limits import Limits
-from planner.request import Pooling, Request, SamplingParams, TokenLogprobs, Vector, sequence_seed
+from planner.request import BASE_ROOT, Pooling, Request, SamplingParams, TokenLogprobs, Vector, sequence_seed
 from planner.slices import Method
 from planner.step import Chunk, ChunkOutput, Step, StepResult
 from tests.fake_pool import NO_HISTORY, FakePool, WrongStepError, next_hash
@@ -89,7 +89,7 @@ def expected_tokens(
     """What the index-th sequence of `request` must generate when nothing ends it early. `script` as the executor's."""
     sampling = request.sampling
     seed = sequence_seed(sampling.seed, index)
-    history = NO_HISTORY
+    history = NO_HISTORY ^ request.root
     for token in request.prompt.tolist():
         history = next_hash(history, token)
     generated: list[int] = []
@@ -253,7 +253,8 @@ class FakeExecutor:
 
     def _run(self, chunk: Chunk) -> ChunkOutput:
         tokens = [self._last_token[chunk.sequence_id]] if chunk.tokens is None else chunk.tokens.tolist()
-        history = self._pool.history(chunk.cells[: chunk.start])
+        root = BASE_ROOT if chunk.adapter is None else chunk.adapter.revision
+        history = self._pool.history(chunk.cells[: chunk.start], root)
         if chunk.history is not None and chunk.tokens is not None:
             self._check_history(chunk, history)
         history = self._pool.write(chunk.cells, chunk.start, history, tokens)
@@ -298,7 +299,7 @@ class FakeExecutor:
     @staticmethod
     def _check_history(chunk: Chunk, history: int) -> None:
         assert chunk.history is not None
-        told = NO_HISTORY
+        told = NO_HISTORY ^ (BASE_ROOT if chunk.adapter is None else chunk.adapter.revision)
         for token in chunk.history[: chunk.start].tolist():
             told = next_hash(told, token)
         if told != history:

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from planner.limits import Limits
-from planner.request import Request, SamplingParams
+from planner.request import Adapter, Request, SamplingParams
 
 # A busy machine is no failure: no deadline an example, no complaint about slow generation.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -48,6 +48,7 @@ def requests(draw: st.DrawFn, *, vocab_size: int, max_prompt: int, max_tokens: i
         prompt_logprobs=prompt_logprobs,
         num_generated=min(draw(st.sampled_from([0, 0, 0, 2])), len(prompt) - 1),
         tenant=draw(st.sampled_from(["", "", "a", "b"])),
+        adapter=draw(st.sampled_from([None, None, Adapter("pirate", 2**63 + 5), Adapter("poet", 7)])),
     )
 
 

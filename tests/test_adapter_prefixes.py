@@ -1,0 +1,84 @@
+"""Cells that were computed with one adapter are never found by another one, nor by the model itself."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.blocks import BLOCK_TOKENS, block_hashes
+from planner.cells import CellTable
+from planner.planner import Planner
+from planner.prefix import PrefixIndex
+from planner.request import Adapter, Update
+from tests.fakes import FakeExecutor, expected_tokens, fake_info, fake_limits, fake_request
+
+PIRATE, POET = Adapter("pirate", 2**63 + 11), Adapter("poet", 12)
+PROMPT = tuple(range(1, 150))
+
+
+class Life:
+    """A planner and a fake executor that finds a wrong cell at the step that reads it."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        info = fake_info(num_cells=capacity)
+        self.planner = Planner(fake_limits(info))
+        self.executor = FakeExecutor(info)
+
+    def answer(self, adapter: Adapter | None) -> Update:
+        """The last update of the prompt's answer, which must be what it would be alone."""
+        request = fake_request(PROMPT, adapter=adapter)
+        self.planner.submit(request)
+        tokens: tuple[int, ...] = ()
+        while (step := self.planner.plan()) is not None:
+            self.executor.launch(step)
+            for update in self.planner.commit(step, self.executor.collect()):
+                tokens += update.tokens
+            self.planner.check()
+        assert tokens == expected_tokens(request)
+        return update
+
+
+def test_a_prompt_is_computed_once_for_each_adapter_and_once_for_the_model() -> None:
+    life = Life()
+    for adapter in (None, PIRATE, POET):
+        assert life.answer(adapter).num_cached_tokens == 0
+    for adapter in (PIRATE, None, POET):
+        assert life.answer(adapter).num_cached_tokens == len(PROMPT) - 1
+
+
+def test_an_adapter_under_the_same_name_with_other_matrices_finds_nothing() -> None:
+    life = Life()
+    life.answer(PIRATE)
+    assert life.answer(PIRATE._replace(revision=99)).num_cached_tokens == 0
+
+
+def test_what_one_adapter_left_is_evicted_for_another() -> None:
+    life = Life(capacity=len(PROMPT) + 20)
+    for adapter in (PIRATE, POET, PIRATE, None):
+        assert life.answer(adapter).num_cached_tokens <= 20  # the room that was left beside the other's
+
+
+def test_a_tree_that_was_evicted_leaves_nothing_behind() -> None:
+    table = CellTable(8)
+    index = PrefixIndex(table)
+    cells_id = table.open()
+    table.extend({cells_id: 3})
+    index.insert(np.array([1, 2, 3]), table.cells(cells_id), POET.revision)
+    table.release(cells_id)
+    assert index.evict(3) == 3
+    assert not index.match(np.array([1, 2, 3]), POET.revision).size
+    index.check()
+    assert table.free == 8
+    assert index._roots == {}
+
+
+def test_blocks_of_different_adapters_have_different_names() -> None:
+    tokens = np.array(PROMPT)
+    names = {name for root in (0, PIRATE.revision, POET.revision) for name in block_hashes(tokens, root)}
+    assert len(names) == 3 * (len(PROMPT) // BLOCK_TOKENS)
+
+
+def test_a_worker_tells_the_names_that_a_gateway_looks_for() -> None:
+    life = Life()
+    life.answer(PIRATE)
+    assert set(life.planner.blocks.everything.added) >= set(block_hashes(np.array(PROMPT[:-1]), PIRATE.revision))
+    assert not set(life.planner.blocks.everything.added) & set(block_hashes(np.array(PROMPT)))
