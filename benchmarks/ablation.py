@@ -32,6 +32,7 @@ from cluster.offline_engine import open_offline
 from planner.request import Request, SamplingParams
 from planner.step import Step, StepResult
 from tests.cuda_rig import EagerSteps
+from worker.adapters import AdapterSlots
 from worker.config import EngineConfig
 from worker.cuda_decode import Capture, CudaDecode, Plan, Steps
 from worker.cuda_executor import CudaExecutor
@@ -84,6 +85,10 @@ class OneAtATime:
         self._executor = executor
         self.info = executor.info
         self.max_steps_in_flight = 1
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        return self._executor.adapters
 
     @property
     def num_beats(self) -> int:

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from cluster.placement import Candidate, Candidates, Need, able, assign
 from cluster.residents import ResidentIndex
 from planner.blocks import BlockChanges, block_hashes
-from planner.errors import RaycombError
+from planner.errors import RaycombError, Unavailable
 from planner.limits import Snapshot
-from planner.request import Request
+from planner.request import Adapter, Request
 
 STEPS_UNTIL_SEEN = 2
 """A request sent while a worker runs step s is in its snapshot after step s + 2 at the latest: its inbox is read
@@ -73,6 +73,7 @@ class _View:
     row: int
     snapshot: Snapshot | None = None
     draining: bool = False
+    adapters: frozenset[Adapter] = frozenset()
     sent: dict[int, _Sent] = field(default_factory=dict)
     unseen: dict[int, _Sent] = field(default_factory=dict)
     num_seen: int = 0
@@ -150,6 +151,11 @@ class Router:
         if (view := self._views.get(worker_id)) is not None:
             self._residents.learn(view.row, changes)
 
+    def equip(self, worker_id: str, adapters: Collection[Adapter]) -> None:
+        """Take in which adapters a worker takes requests for, all of them."""
+        if (view := self._views.get(worker_id)) is not None:
+            view.adapters = frozenset(adapters)
+
     def settle(self, worker_id: str, request_id: int, num_cached_tokens: int | None = None) -> None:
         """The request was answered, refused, cancelled or never sent: it no longer counts as sent since.
 
@@ -175,6 +181,16 @@ class Router:
         return any(not view.draining for view in self._views.values())
 
     @property
+    def adapters(self) -> dict[str, Adapter]:
+        """By name, those that some worker takes requests for. Where workers have others under one name, because files
+        changed between their starts, it is that of the worker which came last."""
+        return {adapter.name: adapter for view in self._views.values() for adapter in sorted(view.adapters)}
+
+    def num_without(self, name: str) -> int:
+        """How many workers take requests, but none for an adapter of this name."""
+        return sum(name not in {each.name for each in view.adapters} for view in self._views.values())
+
+    @property
     def infos(self) -> list[WorkerInfo]:
         """Of all workers whose stream is open, in the order in which they came."""
         return [view.info for view in self._views.values()]
@@ -188,12 +204,11 @@ class Router:
         where it is gone, drains or is full the others are asked as for any request.
         Raises `Unavailable` or `QueueFull`; nothing has then changed.
         """
-        avoided = [view.row for worker_id in avoid if (view := self._views.get(worker_id)) is not None]
-        rows = able(self._candidates, self._rows[~np.isin(self._rows, avoided)] if avoided else self._rows)
+        rows = able(self._candidates, self._rows_for(request, avoid))
         if isinstance(rows, RaycombError):
             raise rows
         # The last token is always computed, so a block that ends with it would promise one token too many.
-        blocks = () if request.prompt_logprobs else tuple(block_hashes(request.prompt[:-1]))
+        blocks = () if request.prompt_logprobs else tuple(block_hashes(request.prompt[:-1], request.root))
         owning = None if owner is None else self._views.get(owner)
         need = Need(len(request.prompt), request.n, blocks, None if owning is None else owning.row)
         cached = self._residents.cached_tokens(blocks, len(self._candidates))
@@ -205,6 +220,17 @@ class Router:
         view.sent[request_id] = view.unseen[request_id] = sent
         self._judge(view)
         return view.info.worker_id
+
+    def _rows_for(self, request: Request, avoid: Collection[str]) -> npt.NDArray[np.int64]:
+        """Of workers that may run it as far as it is concerned. Raises `Unavailable` where none has its adapter."""
+        rows = self._rows
+        if request.adapter is not None:
+            having = [view.row for view in self._views.values() if request.adapter in view.adapters]
+            rows = rows[np.isin(rows, having)]
+            if len(self._rows) and not len(rows):
+                raise Unavailable(f"no worker has the adapter {request.adapter.name!r} now")
+        avoided = [view.row for worker_id in avoid if (view := self._views.get(worker_id)) is not None]
+        return rows[~np.isin(rows, avoided)] if avoided else rows
 
     def _rows_by_id(self) -> npt.NDArray[np.int64]:
         return np.array([self._views[worker_id].row for worker_id in sorted(self._views)], np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from cluster.router import WorkerInfo
@@ -10,6 +10,7 @@ from cluster.run import Run
 from planner.blocks import BlockChanges
 from planner.errors import RequestRefused, WorkerLost
 from planner.limits import Snapshot
+from planner.request import Adapter
 
 
 class StreamObserver(Protocol):
@@ -22,6 +23,8 @@ class StreamObserver(Protocol):
     def observe(self, worker_id: str, snapshot: Snapshot, *, draining: bool) -> None: ...
 
     def learn(self, worker_id: str, changes: BlockChanges) -> None: ...
+
+    def equip(self, worker_id: str, adapters: Collection[Adapter]) -> None: ...
 
     def settle(self, worker_id: str, request_id: int, num_cached_tokens: int | None = None) -> None: ...
 

@@ -32,6 +32,7 @@ from worker import tls
 from worker.wire import (
     CHANNEL_OPTIONS,
     SECRET_METADATA,
+    adapter_from_proto,
     blocks_from_proto,
     request_to_proto,
     update_from_proto,
@@ -246,6 +247,9 @@ class WorkerStream:
                 self._observer.observe(self.member.worker_id, report.snapshot, draining=report.draining)
         if message.HasField("blocks"):
             self._observer.learn(self.member.worker_id, blocks_from_proto(message.blocks))
+        if message.HasField("adapters"):
+            adapters = map(adapter_from_proto, message.adapters.adapters)
+            self._observer.equip(self.member.worker_id, tuple(adapters))
         self._heard_at = self._loop.time()
         losses: dict[int, tuple[Run, WorkerLost]] = {}
         for entry in message.updates:

@@ -188,6 +188,12 @@ class InvalidCheckpoint(SetupError):
     code = "invalid_checkpoint"
 
 
+class InvalidAdapter(SetupError):
+    """An adapter is corrupt, does not fit the model, or asks for what is not supported; or there is no slot for it."""
+
+    code = "invalid_adapter"
+
+
 class InvalidProgram(SetupError):
     """A program is corrupt, or was made for another device, torch, or geometry; the message says which."""
 

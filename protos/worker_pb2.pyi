@@ -42,7 +42,7 @@ class Command(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., read: _Optional[_Union[Read, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "prompt", "max_tokens", "min_tokens", "stop_token_ids", "n", "priority", "prompt_logprobs", "sampling", "num_generated", "tenant", "timeout_ms", "traceparent", "pooling")
+    __slots__ = ("request_id", "prompt", "max_tokens", "min_tokens", "stop_token_ids", "n", "priority", "prompt_logprobs", "sampling", "num_generated", "tenant", "timeout_ms", "traceparent", "pooling", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class Submit(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -71,7 +72,22 @@ class Submit(_message.Message):
     timeout_ms: int
     traceparent: str
     pooling: Pooling
-    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_generated: _Optional[int] = ..., tenant: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., pooling: _Optional[_Union[Pooling, str]] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_generated: _Optional[int] = ..., tenant: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "revision")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    revision: int
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[int] = ...) -> None: ...
+
+class Adapters(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "grammar", "bad_words")
@@ -129,18 +145,20 @@ class Read(_message.Message):
     def __init__(self, num_messages: _Optional[int] = ...) -> None: ...
 
 class StepUpdates(_message.Message):
-    __slots__ = ("info", "updates", "snapshot", "blocks", "totals")
+    __slots__ = ("info", "updates", "snapshot", "blocks", "totals", "adapters")
     INFO_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     updates: _containers.RepeatedCompositeFieldContainer[SequenceUpdate]
     snapshot: Snapshot
     blocks: Blocks
     totals: Totals
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., updates: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
+    adapters: Adapters
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., updates: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ...) -> None: ...
 
 class Blocks(_message.Message):
     __slots__ = ("added", "removed")

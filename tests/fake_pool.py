@@ -38,7 +38,8 @@ class FakePool:
             return NO_HISTORY ^ root
         if not np.array_equal(self._position[cells], np.arange(len(cells))):
             raise WrongStepError(f"cells {cells.tolist()} hold positions {self._position[cells].tolist()}")
-        if self._before[cells[0]] != NO_HISTORY ^ root or not np.array_equal(self._before[cells[1:]], self._after[cells[:-1]]):
+        follows = np.array_equal(self._before[cells[1:]], self._after[cells[:-1]])
+        if self._before[cells[0]] != NO_HISTORY ^ root or not follows:
             raise WrongStepError(f"cells {cells.tolist()} hold tokens of different sequences")
         return int(self._after[cells[-1]])
 

@@ -1,8 +1,8 @@
 """A scriptable executor without a model: the first-class fake of the one seam below the engine.
 
-Tokens are a pure function of (seed, position, adapter, all tokens before), so every disturbance of batching, chunking, caching
-or preemption must leave them as they are. A fake pool remembers what was written to each cell, so that a wrong cell
-list is caught at the step that was given it. Free of torch.
+Tokens are a pure function of (seed, position, adapter, all tokens before), so every disturbance of batching, chunking,
+caching or preemption must leave them as they are. A fake pool remembers what was written to each cell, so that a wrong
+cell list is caught at the step that was given it. Free of torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from planner.request import BASE_ROOT, Pooling, Request, SamplingParams, TokenLo
 from planner.slices import Method
 from planner.step import Chunk, ChunkOutput, Step, StepResult
 from tests.fake_pool import NO_HISTORY, FakePool, WrongStepError, next_hash
+from tests.fake_slots import FakeSlots
 from worker.config import CPU_PREFILL_TOKENS, EngineConfig
 from worker.executor import ProgramInfo
 from worker.vocabulary import VocabularySource
@@ -128,6 +129,7 @@ class FakeExecutor:
         max_steps_in_flight: int = 1,
         script: Mapping[int, int] | None = None,
         keeps_record: bool = True,
+        num_slots: int = 0,
     ) -> None:
         """`keeps_record`: False for a long life; `steps`, `prepared` and `emitted_at` then stay empty."""
         self._info = info or fake_info()
@@ -135,6 +137,7 @@ class FakeExecutor:
         self._depth = max_steps_in_flight
         self._step_time_s = step_time_s
         self._script = dict(script or {})
+        self._slots = FakeSlots(num_slots) if num_slots else None
         self._pool = FakePool(self._info.num_cells)
         self._host = FakePool(self._info.swap_blocks * self._info.swap_block_cells)
         self._last_token: dict[int, int] = {}
@@ -160,7 +163,15 @@ class FakeExecutor:
     def max_steps_in_flight(self) -> int:
         return self._depth
 
+    @property
+    def adapters(self) -> FakeSlots | None:
+        return self._slots
+
     # The script.
+
+    def give_slots(self, num_slots: int) -> None:
+        """Before its engine is made."""
+        self._slots = FakeSlots(num_slots)
 
     def hold(self) -> None:
         """Let no step finish until released."""
@@ -254,6 +265,8 @@ class FakeExecutor:
     def _run(self, chunk: Chunk) -> ChunkOutput:
         tokens = [self._last_token[chunk.sequence_id]] if chunk.tokens is None else chunk.tokens.tolist()
         root = BASE_ROOT if chunk.adapter is None else chunk.adapter.revision
+        if self._slots is not None and chunk.adapter not in (None, *self._slots.held.values()):
+            raise WrongStepError(f"a chunk wants {chunk.adapter}, and the slots hold {self._slots.held}")
         history = self._pool.history(chunk.cells[: chunk.start], root)
         if chunk.history is not None and chunk.tokens is not None:
             self._check_history(chunk, history)
@@ -315,7 +328,8 @@ def make_fake_executor(config: EngineConfig, _: VocabularySource | None = None) 
             max_prefill_tokens=config.max_prefill_tokens or CPU_PREFILL_TOKENS,
             min_prefill_tokens=config.min_prefill_tokens,
             widths=config.decode_widths,
-        )
+        ),
+        num_slots=config.max_loras if config.enable_lora else 0,
     )
 
 

@@ -11,7 +11,7 @@ from cluster.router import Predictions, Router, WorkerInfo
 from planner.blocks import BlockChanges, block_hashes
 from planner.errors import QueueFull, Unavailable
 from planner.limits import Snapshot
-from planner.request import Request
+from planner.request import Adapter, Request
 
 
 def info(worker_id: str, **changes: int) -> WorkerInfo:
@@ -236,3 +236,67 @@ def test_what_waiting_prompts_will_find_resident_does_not_make_a_queue_look_long
         router.settle("b", number)
     # Now it is other prompts that wait, of which this gateway knows nothing.
     assert router.assign(5, asked) == "a"
+
+
+PIRATE, POET = Adapter("pirate", 7), Adapter("poet", 8)
+
+
+def with_adapter(adapter: Adapter | None, length: int = 10) -> Request:
+    return replace(request(length), adapter=adapter)
+
+
+def test_a_request_goes_only_to_workers_that_have_its_adapter() -> None:
+    router = Router(max_waiting=16)
+    for worker_id in ("a", "b", "c"):
+        router.join(info(worker_id))
+    router.equip("b", [PIRATE])
+    router.equip("c", [PIRATE, POET])
+    assert {router.assign(number, with_adapter(PIRATE)) for number in range(6)} == {"b", "c"}
+    assert [router.assign(number, with_adapter(POET)) for number in range(6, 9)] == ["c"] * 3
+    assert router.assign(9, with_adapter(PIRATE), avoid={"c"}) == "b"
+    assert {router.assign(number, request()) for number in range(10, 22)} == {"a", "b", "c"}
+    assert router.adapters == {"pirate": PIRATE, "poet": POET}
+    assert (router.num_without("pirate"), router.num_without("poet"), router.num_without("other")) == (1, 2, 3)
+
+
+def test_other_matrices_under_the_same_name_are_another_adapter() -> None:
+    router = Router(max_waiting=16)
+    router.join(info("a"))
+    router.join(info("b"))
+    router.equip("a", [PIRATE])
+    router.equip("b", [PIRATE._replace(revision=9)])
+    assert [router.assign(number, with_adapter(PIRATE)) for number in range(3)] == ["a"] * 3
+    assert router.adapters == {"pirate": PIRATE._replace(revision=9)}
+
+
+def test_an_adapter_that_no_worker_has_is_waited_for() -> None:
+    router = Router(max_waiting=16)
+    router.join(info("a"))
+    with pytest.raises(Unavailable, match="no worker has the adapter 'pirate' now"):
+        router.assign(1, with_adapter(PIRATE))
+    router.equip("a", [PIRATE])
+    assert router.assign(1, with_adapter(PIRATE)) == "a"
+    router.equip("a", [])
+    with pytest.raises(Unavailable):
+        router.assign(2, with_adapter(PIRATE))
+    router.leave("a")
+    assert router.adapters == {}
+
+
+def test_a_prefix_of_one_adapter_draws_nobody_elses_requests() -> None:
+    """Else a request would go where its prefix is not, and count it as found."""
+    router = Router(max_waiting=16)
+    tokens = np.zeros(500, np.int64)
+    for worker_id in ("a", "b"):
+        router.join(info(worker_id))
+        router.equip(worker_id, [PIRATE, POET])
+    router.learn("a", BlockChanges(added=tuple(block_hashes(tokens, PIRATE.revision))))
+    router.learn("b", BlockChanges(added=tuple(block_hashes(tokens))))
+    for number, (adapter, best) in enumerate([(PIRATE, "a"), (None, "b")]):
+        assert router.assign(number, with_adapter(adapter, 500)) == best
+        router.settle(best, number, num_cached_tokens=448)
+    for number, adapter in enumerate([PIRATE, None, POET], 2):
+        where = router.assign(number, with_adapter(adapter, 500))
+        router.settle(where, number, num_cached_tokens=0)
+    predicted = router.predictions.num_predicted_tokens
+    assert predicted == 4 * 448, "the poet's prompt was expected to be found"

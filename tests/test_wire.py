@@ -25,7 +25,7 @@ from planner.errors import (
     WorkerLost,
 )
 from planner.limits import Snapshot
-from planner.request import FinishReason, Pooling, Request, SamplingParams, TokenLogprobs, Update
+from planner.request import Adapter, FinishReason, Pooling, Request, SamplingParams, TokenLogprobs, Update
 from protos import worker_pb2 as pb
 from worker import wire
 
@@ -48,6 +48,8 @@ samplings = st.builds(
     ),
     logprobs=st.none() | st.integers(0, 20),
 )
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+adapters = st.builds(Adapter, names, st.integers(1, 2**64 - 1))
 requests = st.builds(
     Request,
     prompt=st.lists(token_ids, min_size=1, max_size=50).map(lambda ids: np.array(ids, dtype=np.int64)),
@@ -59,6 +61,7 @@ requests = st.builds(
     priority=st.integers(-(2**31), 2**31 - 1),
     prompt_logprobs=st.booleans(),
     tenant=st.text(st.characters(exclude_categories=["Cs"]), max_size=64),
+    adapter=st.none() | adapters,
 ).flatmap(
     lambda request: st.integers(0, len(request.prompt) - 1).map(lambda k: dataclasses.replace(request, num_generated=k))
 ) | st.builds(

@@ -17,6 +17,7 @@ from worker.cell_image import CellLayout
 from worker.config import EngineConfig
 from worker.cpu_forwards import forwards_of
 from worker.kv_pool import KvPool
+from worker.lora import LoraSlots
 from worker.pool_port import PoolPort, TorchMover
 from worker.program import Program, load_program
 from worker.swap import HostSwap
@@ -34,7 +35,13 @@ def load(model: str, **settings: Any) -> Program:
 
 
 def executor_of(
-    program: Program, capacity: int, min_prefill_tokens: int = 2, *, swap_blocks: int = 0, swap_block_cells: int = 4
+    program: Program,
+    capacity: int,
+    min_prefill_tokens: int = 2,
+    *,
+    swap_blocks: int = 0,
+    swap_block_cells: int = 4,
+    adapters: LoraSlots | None = None,
 ) -> TorchExecutor:
     """An executor with a pool, and host blocks, of its own over a program that others share."""
     info = replace(
@@ -48,7 +55,7 @@ def executor_of(
     pool = KvPool(info.num_layers, capacity, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     swap = HostSwap(pool, swap_blocks, swap_block_cells) if swap_blocks else None
     port = PoolPort(TorchMover(pool), CellLayout.of(info))
-    return TorchExecutor(info, forwards_of(decoder, pool), swap, port=port)
+    return TorchExecutor(info, forwards_of(decoder, pool, adapters), swap, port=port, adapters=adapters)
 
 
 class Rig:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from planner.blocks import BlockChanges
 from planner.limits import Snapshot
-from planner.request import Request
+from planner.request import Adapter, Request
 from worker.desk import News
 from worker.inbox import Inbox
 from worker.totals import Totals
@@ -18,13 +18,15 @@ class StepReport:
     """One step's news for one client: (its key, update or refusal), and the state of the worker after the step.
 
     `blocks` are the changes of what is resident since the client's last report; in its first one, all of it. `totals`
-    come now and then, with the first report, and when the engine becomes idle.
+    come now and then, with the first report, and when the engine becomes idle. `adapters` are those that take requests,
+    in the first report and when that changed.
     """
 
     updates: tuple[News, ...]
     snapshot: Snapshot
     blocks: BlockChanges = field(default_factory=BlockChanges)
     totals: Totals | None = None
+    adapters: tuple[Adapter, ...] | None = None
 
 
 Listener = Callable[[StepReport], None]

@@ -98,6 +98,11 @@ class CudaExecutor:
         return self._port
 
     @property
+    def adapters(self) -> None:
+        """It computes with none yet."""
+        return None
+
+    @property
     def max_steps_in_flight(self) -> int:
         return 2
 

@@ -15,8 +15,11 @@ from pathlib import Path
 
 from opentelemetry.trace import NoOpTracer, Tracer
 
+from planner.errors import InvalidAdapter
 from planner.limits import Limits, Snapshot
 from planner.metrics import Metrics
+from planner.request import Adapter
+from worker.adapters import AdapterOrder
 from worker.client import Client, Listener
 from worker.executor import Executor, ProgramInfo
 from worker.inbox import Inbox
@@ -113,6 +116,11 @@ class Engine:
         return self._started.result().snapshot
 
     @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """Those that take requests, as of the last report; needs a started engine."""
+        return self._started.result().adapters
+
+    @property
     def pulse(self) -> Pulse:
         """Of the moment; needs a started engine."""
         return self._started.result().pulse
@@ -125,6 +133,24 @@ class Engine:
         view: Future[EngineView] = Future()
         self._inbox.look(view)
         return view
+
+    def load_adapter(self, name: str, folder: Path) -> Future[Adapter]:
+        """Read an adapter on the calling thread, and have the engine's thread load it between two turns, or never if it
+        ends before. Raises `InvalidAdapter`, as the future does, and `Unavailable` once stopped; needs a started
+        engine."""
+        slots = self._started.result().slots
+        if slots is None:
+            raise InvalidAdapter("this worker was started without enable_lora", param="enable_lora")
+        return self._order(AdapterOrder(name, slots.read(folder)))
+
+    def unload_adapter(self, name: str) -> Future[Adapter]:
+        """Refuse new requests for it from now on; those that run end as they would. The future may raise
+        `UnknownModel`."""
+        return self._order(AdapterOrder(name, None))
+
+    def _order(self, order: AdapterOrder) -> Future[Adapter]:
+        self._inbox.order(order)
+        return order.done
 
     def drain(self) -> None:
         """Refuse new requests, run on with what was accepted. Every client gets a report."""

@@ -12,6 +12,7 @@ from typing import Protocol
 from planner.limits import SWAP_BLOCK_CELLS, Limits
 from planner.request import Request
 from planner.step import Step, StepResult
+from worker.adapters import AdapterSlots
 from worker.config import EngineConfig
 
 
@@ -64,6 +65,11 @@ class Executor(Protocol):
 
     @property
     def max_steps_in_flight(self) -> int: ...
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """Where it keeps the matrices of adapters; None where chunks cannot have any."""
+        ...
 
     @property
     def num_beats(self) -> int:

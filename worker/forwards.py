@@ -14,6 +14,7 @@ from worker.attention import Span
 from worker.attention_op import attention_of
 from worker.batch import Batch
 from worker.kv_pool import KvPool
+from worker.lora import LoraSlots
 from worker.models.decoder import Attention, Decoder
 
 MakeAttention = Callable[[KvPool, Sequence[Span], Sequence[int | None], int], Attention]
@@ -73,11 +74,18 @@ class _BeatingAttention:
 class EagerForwards:
     """Forwards of a decoder, operation by operation, of any width."""
 
-    def __init__(self, decoder: Decoder, pool: KvPool, make_attention: MakeAttention = attention_of) -> None:
-        """`pool` has the decoder's geometry, dtype and device."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KvPool,
+        make_attention: MakeAttention = attention_of,
+        adapters: LoraSlots | None = None,
+    ) -> None:
+        """`pool`, and `adapters` if there are any, have the decoder's geometry, dtype and device."""
         self._decoder = decoder
         self._pool = pool
         self._make_attention = make_attention
+        self._adapters = adapters
         self._beats = _Beats()
 
     @property
@@ -89,7 +97,8 @@ class EagerForwards:
         attention = self._make_attention(self._pool, spans_of(batch), config.windows, config.num_heads)
         tokens = torch.from_numpy(batch.tokens).to(device)
         positions = torch.from_numpy(batch.positions).to(device)
-        hidden = self._decoder.hidden(tokens, positions, _BeatingAttention(attention, self._beats))
+        beside = None if self._adapters is None else self._adapters.beside(batch)
+        hidden = self._decoder.hidden(tokens, positions, _BeatingAttention(attention, self._beats), beside)
         return _Hidden(self._decoder, hidden, self._beats)
 
 

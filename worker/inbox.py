@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from planner.errors import InvalidRequest, QueueFull, Unavailable
 from planner.request import Request
+from worker.adapters import AdapterOrder
 from worker.inspection import EngineView
 
 C = TypeVar("C")
@@ -31,7 +32,7 @@ class Mail(Generic[C]):
     """All that came since the last look. To be applied in the order of the fields.
 
     `cancels` maps (client, key) to the indices to cancel, None for all. `looks`: who wants to see what the engine
-    holds. `nudged`: the clients want to hear news.
+    holds. `orders` are about adapters. `nudged`: the clients want to hear news.
     """
 
     connects: list[C] = field(default_factory=list)
@@ -39,13 +40,15 @@ class Mail(Generic[C]):
     cancels: dict[tuple[C, int], frozenset[int] | None] = field(default_factory=dict)
     closes: list[C] = field(default_factory=list)
     looks: list[Future[EngineView]] = field(default_factory=list)
+    orders: list[AdapterOrder] = field(default_factory=list)
     nudged: bool = False
     stopping: bool = False
 
     @property
     def has_news(self) -> bool:
         """Whether anything changes or is to be told."""
-        return bool(self.connects or self.submits or self.cancels or self.closes or self.nudged or self.stopping)
+        told = self.connects or self.submits or self.cancels or self.closes or self.orders
+        return bool(told or self.nudged or self.stopping)
 
     def __bool__(self) -> bool:
         return self.has_news or bool(self.looks)
@@ -113,6 +116,15 @@ class Inbox(Generic[C]):
             if self._stopped:
                 self._check_open()
             self._mail.looks.append(view)
+            self._condition.notify()
+
+    def order(self, order: AdapterOrder) -> None:
+        """Have an adapter loaded or unloaded between two turns. Raises `Unavailable` once stopped; later stops leave it
+        undone."""
+        with self._condition:
+            if self._stopped:
+                self._check_open()
+            self._mail.orders.append(order)
             self._condition.notify()
 
     def refuse(self, why: str) -> None:

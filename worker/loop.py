@@ -19,8 +19,9 @@ from planner.errors import InvalidConfiguration, RequestRefused, Unavailable, Wo
 from planner.journal import JournaledPlanner
 from planner.limits import Limits
 from planner.planner import Planner
-from planner.request import Request, Update
+from planner.request import Adapter, Request, Update
 from planner.step import Step
+from worker.adapters import AdapterOrder, AdapterShelf
 from worker.client import Client, StepReport
 from worker.desk import Desk
 from worker.executor import Executor
@@ -48,8 +49,8 @@ class _Launched(NamedTuple):
 
 class Loop:
     """What the engine thread does. Owner of planner, executor and books; lives on that thread. What may be read
-    anywhere: `info`, `stats`, `snapshot` and `totals` (immutable values, replaced whole), `metrics` (counters that only
-    grow) and `pulse`."""
+    anywhere: `info`, `stats`, `snapshot`, `adapters` and `totals` (immutable values, replaced whole), `metrics`
+    (counters that only grow) and `pulse`; of `slots`, `read` may be called."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Loop:
                 param="max_steps_in_flight",
             )
         self.info = executor.info
+        self.slots = executor.adapters
         self.stats = EngineStats()
         self._executor = executor
         self._step_log = step_log
@@ -81,6 +83,8 @@ class Loop:
         self._spans = RequestSpans(tracer)
         self._newcomers: set[Client] = set()
         self._patience = Patience(self._planner)
+        self._shelf = AdapterShelf(executor.adapters, self._planner.live)
+        self.adapters: tuple[Adapter, ...] = ()
         self._in_flight: deque[_Launched] = deque()
         self._last_steps: deque[StepRecord] = deque(maxlen=NUM_STEPS_KEPT)
         self._settled_at = 0.0
@@ -101,6 +105,8 @@ class Loop:
             step = self._launch()
             if self._in_flight and (step is None or len(self._in_flight) == self._depth):
                 self._settle()
+            if not self._in_flight:
+                self._shelf.sweep()
             self._report()
         self._wind_up()
 
@@ -140,6 +146,8 @@ class Loop:
             for request_id in self._desk.request_ids(client):
                 self._note(self._planner.cancel(request_id))
             self._desk.disconnect(client)
+        if mail.orders:
+            self._carry_out(mail.orders)
         for view in mail.looks:
             view.set_result(self._view())
         self._has_news = mail.has_news
@@ -148,14 +156,23 @@ class Loop:
     def _submit(self, client: Client, key: int, request: Request) -> None:
         now = time.monotonic()
         try:
+            self._shelf.check(request)
             request_id = self._patience.submit(request, now)
         except RequestRefused as refusal:
             self._desk.refuse(client, key, refusal)
         else:
             self._tally.queued(request_id, now)
+            self._shelf.note(request_id, request)
             self._spans.queued(request_id, request)
             self._desk.accept(client, key, request_id, request.n)
             self._executor.prepare(request)
+
+    def _carry_out(self, orders: Collection[AdapterOrder]) -> None:
+        """Matrices change under no step in flight."""
+        while self._in_flight:
+            self._settle()
+        for order in orders:
+            self._shelf.carry_out(order)
 
     def _note(self, updates: Collection[Update]) -> None:
         self._desk.note(updates)
@@ -219,12 +236,15 @@ class Loop:
         if is_new:
             self.totals = self._tally.totals()
         blocks = self._planner.blocks
+        adapters = self._shelf.adapters
+        has_changed, self.adapters = adapters != self.adapters, adapters
         changes, everything = blocks.take_changes(), blocks.everything if self._newcomers else BlockChanges()
         for client, news in reports:
             is_newcomer = client in self._newcomers
             known, totals = everything if is_newcomer else changes, self.totals if is_newcomer or is_new else None
             try:
-                client.listener(StepReport(news, self.snapshot, known, totals))
+                told = adapters if has_changed or (is_newcomer and adapters) else None
+                client.listener(StepReport(news, self.snapshot, known, totals, told))
             except Exception:
                 logger.exception("a listener raised; its client is closed")
                 client.close()

@@ -11,7 +11,7 @@ import asyncio
 
 from planner.blocks import BlockNews
 from planner.errors import InvalidRequest, RequestRefused
-from planner.request import Update
+from planner.request import Adapter, Update
 from protos import worker_pb2 as pb
 from worker import wire
 from worker.client import StepReport
@@ -38,6 +38,7 @@ class Outbox:
         self._snapshot: pb.Snapshot | None = None
         self._blocks = BlockNews()
         self._totals: Totals | None = None
+        self._adapters: tuple[Adapter, ...] | None = None
         self._num_unread_ends = 0
         self._num_unread_messages = 0
         self._num_sent = 0
@@ -85,6 +86,7 @@ class Outbox:
         self._snapshot = wire.snapshot_to_proto(report.snapshot, draining=draining)
         self._blocks.note(report.blocks)
         self._totals = report.totals or self._totals
+        self._adapters = self._adapters if report.adapters is None else report.adapters
         self._news.set()
 
     def beat(self) -> None:
@@ -125,6 +127,8 @@ class Outbox:
         message = pb.StepUpdates(snapshot=self._snapshot)
         if self._totals is not None:
             message.totals.CopyFrom(totals_to_proto(self._totals))
+        if self._adapters is not None:
+            message.adapters.CopyFrom(pb.Adapters(adapters=map(wire.adapter_to_proto, self._adapters)))
         if self._blocks:
             message.blocks.CopyFrom(wire.blocks_to_proto(self._blocks.take(MAX_BLOCKS_IN_MESSAGE)))
         if self._blocks:
@@ -134,7 +138,8 @@ class Outbox:
             if update.finish_reason is not None:
                 self._close(request_id)
         message.updates.extend(wire.update_to_proto(request_id, refusal) for request_id, refusal in self._refusals)
-        self._updates, self._refusals, self._snapshot, self._totals = {}, [], None, None
+        self._updates, self._refusals, self._snapshot = {}, [], None
+        self._totals, self._adapters = None, None
         self._num_unread_ends = 0
         self._is_sending = True
         self._num_sent += 1

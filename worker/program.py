@@ -9,6 +9,7 @@ import torch
 
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, UnsupportedModel
 from planner.limits import SWAP_BLOCK_CELLS
+from worker.adapters import AdapterSlots
 from worker.cell_image import CellLayout
 from worker.cell_rows import cell_dtype
 from worker.config import CPU_PREFILL_TOKENS, CPU_SWAP_SPACE, GPU_PREFILL_TOKENS, GPU_SWAP_SPACE, EngineConfig
@@ -16,6 +17,7 @@ from worker.cpu_forwards import forwards_of
 from worker.executor import Executor, ProgramInfo
 from worker.forwards import Forwards
 from worker.kv_pool import KvPool, bytes_per_cell
+from worker.lora import LoraSlots
 from worker.machine import choose_device, default_cells
 from worker.masks import MaskMaker, NoMasks
 from worker.models.config import ModelConfig, read_config
@@ -49,6 +51,7 @@ def build_executor(config: EngineConfig, vocabulary: VocabularySource | None = N
     `vocabulary` is what answers are written in that follow a grammar; without it there can be none."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    _check_adapters(config, choose_device(config))
     grammars = _masks(vocabulary)
     if Path(config.model).suffix == SUFFIX:
         from worker.programs.loading import build_program_executor  # loads torch's compiler
@@ -61,7 +64,8 @@ def build_executor(config: EngineConfig, vocabulary: VocabularySource | None = N
 
         return build_cuda_executor(config, info, decoder, grammars)
     pool = make_pool(config, info)
-    return executor_over(pool, info, forwards_of(decoder, pool), grammars)
+    adapters = _adapter_slots(config, decoder)
+    return executor_over(pool, info, forwards_of(decoder, pool, adapters), grammars, adapters)
 
 
 def make_pool(config: EngineConfig, info: ProgramInfo) -> KvPool:
@@ -77,11 +81,29 @@ def make_pool(config: EngineConfig, info: ProgramInfo) -> KvPool:
     return KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, dtype, device)
 
 
-def executor_over(pool: KvPool, info: ProgramInfo, forwards: Forwards, masks: MaskMaker) -> TorchExecutor:
-    """What runs `forwards`, which are over `pool`, one step at a time."""
+def executor_over(
+    pool: KvPool, info: ProgramInfo, forwards: Forwards, masks: MaskMaker, adapters: AdapterSlots | None = None
+) -> TorchExecutor:
+    """What runs `forwards`, which are over `pool` and compute with `adapters`, one step at a time."""
     swap = HostSwap(pool, info.swap_blocks, info.swap_block_cells) if info.swap_blocks else None
     port = PoolPort(TorchMover(pool), CellLayout.of(info))
-    return TorchExecutor(info, forwards, swap, masks, port)
+    return TorchExecutor(info, forwards, swap, masks, port, adapters)
+
+
+def _adapter_slots(config: EngineConfig, decoder: Decoder) -> LoraSlots | None:
+    if not config.enable_lora:
+        return None
+    return LoraSlots(decoder.config, config.max_loras, config.max_lora_rank, decoder.dtype, decoder.device)
+
+
+def _check_adapters(config: EngineConfig, device: torch.device) -> None:
+    """Raises `InvalidConfiguration` where adapters were asked for and nothing computes with them yet."""
+    if not config.enable_lora:
+        return
+    is_program = Path(config.model).suffix == SUFFIX
+    if is_program or device.type == "cuda":
+        where = "an exported program" if is_program else "a GPU"
+        raise InvalidConfiguration(f"enable_lora is not supported on {where} yet", param="enable_lora")
 
 
 def _masks(vocabulary: VocabularySource | None) -> MaskMaker:

@@ -185,7 +185,8 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
         outbox.hang_up()
 
     async def _write(self, outbox: Outbox, context: Context) -> None:
-        await context.write(pb.StepUpdates(info=self._info))
+        adapters = pb.Adapters(adapters=map(wire.adapter_to_proto, self._engine.adapters))
+        await context.write(pb.StepUpdates(info=self._info, adapters=adapters))
         while (message := await outbox.next()) is not None:
             await context.write(message)
             outbox.note_sent()

@@ -16,6 +16,7 @@ from planner.errors import ForwardFailed, GrammarFailed, RequestFailed
 from planner.request import Request, TokenLogprobs
 from planner.slices import Slice
 from planner.step import Chunk, ChunkOutput, Step, StepResult
+from worker.adapters import AdapterSlots
 from worker.batch import Batch, Piece, cut, selector
 from worker.cell_image import CellPort
 from worker.cpu_race import compile_cpu_race
@@ -60,14 +61,16 @@ class TorchExecutor:
         swap: SwapSpace | None = None,
         grammars: MaskMaker | None = None,
         port: CellPort | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """`forwards`: of the program that `info` describes; `swap`: with as many blocks as it says, None for none. On
         the CPU this compiles a kernel, once a machine. `grammars` are the executor's own from here on; without them no
-        request can have one."""
+        request can have one. `adapters` are those that `forwards` computes with."""
         self._info = info
         self._forwards = forwards
         self._swap = swap
         self._port = port
+        self._adapters = adapters
         self._race = compile_cpu_race() if info.device == "cpu" else torch_race
         self._grammars = grammars or NoMasks()
         self._side = ThreadPoolExecutor(1, thread_name_prefix="masks")  # computes masks while a forward runs
@@ -82,6 +85,10 @@ class TorchExecutor:
     def port(self) -> CellPort | None:
         """Where sequences' cells leave the pool and enter it, between two steps; None where they cannot."""
         return self._port
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        return self._adapters
 
     @property
     def max_steps_in_flight(self) -> int:

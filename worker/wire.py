@@ -14,7 +14,7 @@ import numpy as np
 from planner.blocks import BlockChanges
 from planner.errors import DeadlineUnmeetable, InvalidRequest, QueueFull, RaycombError, RequestRefused, error_from_code
 from planner.limits import Snapshot
-from planner.request import FinishReason, Pooling, Request, SamplingParams, TokenLogprobs, Update
+from planner.request import Adapter, FinishReason, Pooling, Request, SamplingParams, TokenLogprobs, Update
 from protos import worker_pb2 as pb
 
 SECRET_METADATA = "x-raycomb-secret"
@@ -73,6 +73,7 @@ def request_to_proto(request_id: int, request: Request) -> pb.Submit:
         timeout_ms=None if request.deadline is None else _milliseconds(request.deadline - time.monotonic()),
         traceparent=request.trace,
         pooling=POOLING_TO_WIRE[request.pooling],
+        adapter=None if request.adapter is None else adapter_to_proto(request.adapter),
     )
 
 
@@ -96,6 +97,7 @@ def request_from_proto(submit: pb.Submit) -> Request:
         deadline=time.monotonic() + submit.timeout_ms / 1000 if submit.HasField("timeout_ms") else None,
         trace=submit.traceparent,
         pooling=POOLING_FROM_WIRE[submit.pooling],
+        adapter=adapter_from_proto(submit.adapter) if submit.HasField("adapter") else None,
     )
 
 
@@ -198,6 +200,14 @@ def blocks_to_proto(changes: BlockChanges) -> pb.Blocks:
 
 def blocks_from_proto(message: pb.Blocks) -> BlockChanges:
     return BlockChanges(added=tuple(message.added), removed=tuple(message.removed))
+
+
+def adapter_to_proto(adapter: Adapter) -> pb.Adapter:
+    return pb.Adapter(name=adapter.name, revision=adapter.revision)
+
+
+def adapter_from_proto(message: pb.Adapter) -> Adapter:
+    return Adapter(message.name, message.revision)
 
 
 def _sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.models.config import ModelConfig
-from worker.models.layers import gated_mlp, rms_norm, rotate
+from worker.models.layers import rms_norm, rotate
+from worker.models.lora import Site
 from worker.models.rope_tables import rope_tables
 from worker.models.weights import DecoderWeights, LayerWeights
 
@@ -25,6 +26,14 @@ class Attention(Protocol):
 
         Each token sees its own sequence's positions up to its own, within the layer's window. Returns [T, H, D].
         """
+        ...
+
+
+class Beside(Protocol):
+    """What is computed beside the decoder's own matrices for some rows of one forward."""
+
+    def add(self, layer: int, site: Site, x: Tensor, product: Tensor) -> None:
+        """Add its part to `product` [T, N], which the layer's matrix at `site` made of `x` [T, K]."""
         ...
 
 
@@ -56,15 +65,15 @@ class Decoder:
     def device(self) -> torch.device:
         return self.weights.embedding.device
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention, beside: Beside | None = None) -> Tensor:
         """Run all layers over `tokens` int64[T] at `positions` int64[T]. Returns [T, E], before the last norm."""
         hidden_te = functional.embedding(tokens, self.weights.embedding)
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         for index, layer in enumerate(self.weights.layers):
             normed = rms_norm(hidden_te, layer.attention_norm, self.config.norm_eps)
-            hidden_te.add_(self._attention(index, layer, normed, cos, sin, attention))
+            hidden_te.add_(self._attention(index, layer, normed, cos, sin, attention, beside))
             normed = rms_norm(hidden_te, layer.mlp_norm, self.config.norm_eps)
-            hidden_te.add_(gated_mlp(normed, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias))
+            hidden_te.add_(_gated_mlp(index, layer, normed, beside))
         return hidden_te
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -76,11 +85,18 @@ class Decoder:
         return rms_norm(hidden, self.weights.final_norm, self.config.norm_eps)
 
     def _attention(
-        self, index: int, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, attention: Attention
+        self,
+        index: int,
+        layer: LayerWeights,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention: Attention,
+        beside: Beside | None,
     ) -> Tensor:
         config = self.config
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
-        heads = functional.linear(normed, layer.qkv, layer.qkv_bias)
+        heads = _product(index, layer, Site.QKV, normed, beside)
         heads = heads.view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
         query_key, value = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -93,4 +109,30 @@ class Decoder:
             )
         query_key = rotate(query_key, cos, sin)
         mixed = attention.attend(index, query_key[:, :num_heads], query_key[:, num_heads:], value)
-        return functional.linear(mixed.flatten(1), layer.output, layer.output_bias)
+        return _product(index, layer, Site.OUTPUT, mixed.flatten(1), beside)
+
+
+def matrix_at(layer: LayerWeights, site: Site) -> tuple[Tensor, Tensor | None]:
+    """The matrix that makes a layer's product, and its bias."""
+    match site:
+        case Site.QKV:
+            return layer.qkv, layer.qkv_bias
+        case Site.OUTPUT:
+            return layer.output, layer.output_bias
+        case Site.GATE_UP:
+            return layer.gate_up, layer.gate_up_bias
+        case Site.DOWN:
+            return layer.down, layer.down_bias
+
+
+def _product(index: int, layer: LayerWeights, site: Site, x: Tensor, beside: Beside | None) -> Tensor:
+    product = functional.linear(x, *matrix_at(layer, site))
+    if beside is not None:
+        beside.add(index, site, x, product)
+    return product
+
+
+def _gated_mlp(index: int, layer: LayerWeights, x: Tensor, beside: Beside | None) -> Tensor:
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)) for x [T, E]."""
+    gate_tf, up_tf = _product(index, layer, Site.GATE_UP, x, beside).chunk(2, dim=-1)
+    return _product(index, layer, Site.DOWN, functional.silu(gate_tf).mul_(up_tf), beside)

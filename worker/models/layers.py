@@ -23,11 +23,3 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated[:, :, 0].addcmul_(halves_tnd[:, :, 1], sin, value=-1)
     rotated[:, :, 1].addcmul_(halves_tnd[:, :, 0], sin)
     return rotated.view(num_tokens, num_heads, head_dim)
-
-
-def gated_mlp(
-    x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
-) -> Tensor:
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)) for x [T, E]; `gate_up` [2F, E] holds gate above up."""
-    gate_tf, up_tf = functional.linear(x, gate_up, gate_up_bias).chunk(2, dim=-1)
-    return functional.linear(functional.silu(gate_tf).mul_(up_tf), down, down_bias)
