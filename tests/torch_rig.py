@@ -19,7 +19,7 @@ from worker.cpu_forwards import forwards_of
 from worker.kv_pool import KvPool
 from worker.lora import LoraSlots
 from worker.pool_port import PoolPort, TorchMover
-from worker.program import Program, load_program
+from worker.program import Program, adapted_forwards, load_program
 from worker.swap import HostSwap
 from worker.torch_executor import TorchExecutor
 
@@ -55,7 +55,8 @@ def executor_of(
     pool = KvPool(info.num_layers, capacity, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     swap = HostSwap(pool, swap_blocks, swap_block_cells) if swap_blocks else None
     port = PoolPort(TorchMover(pool), CellLayout.of(info))
-    return TorchExecutor(info, forwards_of(decoder, pool, adapters), swap, port=port, adapters=adapters)
+    forwards = forwards_of(decoder, pool) if adapters is None else adapted_forwards(decoder, pool, adapters)
+    return TorchExecutor(info, forwards, swap, port=port, adapters=adapters)
 
 
 class Rig:

@@ -19,11 +19,9 @@ from worker.cpu_decode import add_norm, compile_rotate_attend
 from worker.cpu_linear import MOST_ROWS, compile_small_linear, run
 from worker.forwards import EagerForwards, Forwards, SelectedLogits
 from worker.kv_pool import KvPool
-from worker.lora import LoraSlots
 from worker.models.block_matrix import BlockMatrix
-from worker.models.decoder import Beside, Decoder, matrix_at
+from worker.models.decoder import Decoder
 from worker.models.layers import rms_norm
-from worker.models.lora import Site
 
 Integers = npt.NDArray[np.int64]
 
@@ -32,24 +30,22 @@ _FEW_SEEN = 512
 _NO_NORM = np.empty(0, dtype=np.float32)
 
 
-def forwards_of(decoder: Decoder, pool: KvPool, adapters: LoraSlots | None = None) -> Forwards:
+def forwards_of(decoder: Decoder, pool: KvPool) -> Forwards:
     """The fastest way that there is to run `decoder` outside of a GPU's own executor."""
     if decoder.device.type == "cpu" and decoder.dtype == torch.float32 and not decoder.weights.is_quantized:
-        return CpuForwards(decoder, pool, adapters)
-    return EagerForwards(decoder, pool, adapters=adapters)
+        return CpuForwards(decoder, pool)
+    return EagerForwards(decoder, pool)
 
 
 class CpuForwards:
     """A `Forwards`."""
 
-    def __init__(self, decoder: Decoder, pool: KvPool, adapters: LoraSlots | None = None) -> None:
-        """`decoder` is in float32 on the CPU, `pool` and `adapters` have its geometry. Compiles kernels, once a
-        machine."""
+    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
+        """`decoder` is in float32 on the CPU, `pool` has its geometry. Compiles kernels, once a machine."""
         config = decoder.config
         self._decoder = decoder
         self._pool = pool
-        self._adapters = adapters
-        self._eager = EagerForwards(decoder, pool, adapters=adapters)
+        self._eager = EagerForwards(decoder, pool)
         self._num_beats = 0
         self._small_linear = compile_small_linear()
         shared = config.num_heads // config.num_kv_heads
@@ -67,8 +63,7 @@ class CpuForwards:
             return self._eager.run(batch, method, wanted)
         use_threads_of_torch()
         cells = [piece.chunk.cells[: piece.start + 1] for piece in batch.pieces]
-        beside = None if self._adapters is None else self._adapters.beside(batch)
-        hidden = self._decode(torch.from_numpy(batch.tokens), batch.positions, cells, beside)
+        hidden = self._decode(torch.from_numpy(batch.tokens), batch.positions, cells)
         logits = self._logits(hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64)))
         return _Logits(logits, wanted, hidden, self._decoder)
 
@@ -77,20 +72,12 @@ class CpuForwards:
             return product(x, weight.tiles, bias)
         return run(self._small_linear, x, weight, bias)
 
-    def _product(self, x: Tensor, layer: int, site: Site, beside: Beside | None) -> Tensor:
-        """What the matrix of a layer makes of `x`, with what is computed beside it."""
-        weights = self._decoder.weights.layers[layer]
-        product = self._linear(x, *matrix_at(weights, site))
-        if beside is not None:
-            beside.add(layer, site, x, product)
-        return product
-
     def _logits(self, hidden: Tensor) -> Tensor:
         self._num_beats += 1
         weights = self._decoder.weights
         return self._linear(rms_norm(hidden, weights.final_norm, self._decoder.config.norm_eps), weights.head, None)
 
-    def _decode(self, tokens: Tensor, positions: Integers, seen: Sequence[CellArray], beside: Beside | None) -> Tensor:
+    def _decode(self, tokens: Tensor, positions: Integers, seen: Sequence[CellArray]) -> Tensor:
         config, weights = self._decoder.config, self._decoder.weights
         hidden = functional.embedding(tokens, weights.embedding)
         num_rows, num_heads = len(tokens), config.num_heads + 2 * config.num_kv_heads
@@ -104,7 +91,7 @@ class CpuForwards:
         for index, layer in enumerate(weights.layers):
             self._num_beats += 1
             add_norm(hidden.numpy(), delta.numpy(), layer.attention_norm.numpy(), config.norm_eps, normed.numpy())
-            heads = self._product(normed, index, Site.QKV, beside)
+            heads = self._linear(normed, layer.qkv, layer.qkv_bias)
             rotate_attend(
                 heads.view(num_rows, num_heads, config.head_dim).numpy(),
                 *(_NO_NORM if norm is None else norm.numpy() for norm in (layer.query_norm, layer.key_norm)),
@@ -119,10 +106,10 @@ class CpuForwards:
                 ends,
                 mixed.numpy(),
             )
-            delta = self._product(mixed.view(num_rows, -1), index, Site.OUTPUT, beside)
+            delta = self._linear(mixed.view(num_rows, -1), layer.output, layer.output_bias)
             add_norm(hidden.numpy(), delta.numpy(), layer.mlp_norm.numpy(), config.norm_eps, normed.numpy())
-            gate, up = self._product(normed, index, Site.GATE_UP, beside).chunk(2, dim=-1)
-            delta = self._product(functional.silu(gate).mul_(up), index, Site.DOWN, beside)
+            gate, up = self._linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            delta = self._linear(functional.silu(gate).mul_(up), layer.down, layer.down_bias)
         return hidden.add_(delta)
 
 

@@ -15,9 +15,10 @@ from worker.cell_rows import cell_dtype
 from worker.config import CPU_PREFILL_TOKENS, CPU_SWAP_SPACE, GPU_PREFILL_TOKENS, GPU_SWAP_SPACE, EngineConfig
 from worker.cpu_forwards import forwards_of
 from worker.executor import Executor, ProgramInfo
-from worker.forwards import Forwards
+from worker.forwards import EagerForwards, Forwards
 from worker.kv_pool import KvPool, bytes_per_cell
 from worker.lora import LoraSlots
+from worker.lora_forwards import LoraForwards
 from worker.machine import choose_device, default_cells
 from worker.masks import MaskMaker, NoMasks
 from worker.models.config import ModelConfig, read_config
@@ -64,8 +65,10 @@ def build_executor(config: EngineConfig, vocabulary: VocabularySource | None = N
 
         return build_cuda_executor(config, info, decoder, grammars)
     pool = make_pool(config, info)
-    adapters = _adapter_slots(config, decoder)
-    return executor_over(pool, info, forwards_of(decoder, pool, adapters), grammars, adapters)
+    if not config.enable_lora:
+        return executor_over(pool, info, forwards_of(decoder, pool), grammars)
+    adapters = LoraSlots(decoder.config, config.max_loras, config.max_lora_rank, decoder.dtype, decoder.device)
+    return executor_over(pool, info, adapted_forwards(decoder, pool, adapters), grammars, adapters)
 
 
 def make_pool(config: EngineConfig, info: ProgramInfo) -> KvPool:
@@ -90,10 +93,9 @@ def executor_over(
     return TorchExecutor(info, forwards, swap, masks, port, adapters)
 
 
-def _adapter_slots(config: EngineConfig, decoder: Decoder) -> LoraSlots | None:
-    if not config.enable_lora:
-        return None
-    return LoraSlots(decoder.config, config.max_loras, config.max_lora_rank, decoder.dtype, decoder.device)
+def adapted_forwards(decoder: Decoder, pool: KvPool, adapters: LoraSlots) -> Forwards:
+    """What runs `decoder` with adapters beside it."""
+    return LoraForwards(forwards_of(decoder, pool), EagerForwards(decoder, pool, adapters=adapters))
 
 
 def _check_adapters(config: EngineConfig, device: torch.device) -> None:
