@@ -26,14 +26,15 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from worker.cpu_attention import use_threads_of_torch
+from worker.cpu_pointers import CompiledCode, call, compiled_code
 from worker.models.blocks import CHUNK, LANES, BlockLayout, Bytes, Floats, Tiles
 
-Product = Callable[[Bytes, Floats, Floats, Floats], None]
+Product = Callable[[int, Bytes, Floats, Floats, Floats], None]
 cgutils: Any = numba_cgutils  # without types
 
 _WIDTHS = (1, 4, 8, 16)
 """Rows that are multiplied at once: each width is code of its own, whose sums stay in registers."""
-_SIGNATURE = "(u1[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1])"
+_SIGNATURE = "(i8, u1[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1])"
 _FLOAT, _INT, _BYTE, _INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(8), ir.IntType(64)
 _FLOATS, _INTS, _BYTES = (ir.VectorType(element, LANES) for element in (_FLOAT, _INT, _BYTE))
 # Sums of which each takes every so manyth column: with one row alone, each addition would wait for the one before.
@@ -69,6 +70,7 @@ def _codes(builder: Any, chunk: Any, column: int, bits: int) -> Any:
 def _tile_code(
     typing_context: Any,
     tile: Any,
+    num_blocks: Any,
     columns: Any,
     product: Any,
     stride: Any,
@@ -77,10 +79,11 @@ def _tile_code(
     size: Any,
     has_offsets: Any,
 ) -> Any:
-    """Code that writes `width` rows of LANES products, `stride` floats apart, from where `product` begins.
+    """Code that writes `width` rows of LANES products, `stride` floats apart, from address `product` on.
 
-    `tile` uint8[blocks, tile_bytes]; `columns` float32[K, width]: the other factor. The last four arguments are
-    constants of that code. This is called with their numba types, and gives what numba asks of an intrinsic.
+    At address `tile` uint8[num_blocks, tile_bytes]; at `columns` float32[K, width]: the other factor. The last four
+    arguments are constants of that code. This is called with their numba types, and gives what numba asks of an
+    intrinsic.
     """
     constants = (width, bits, size, has_offsets)
     if not all(isinstance(constant, types.IntegerLiteral) for constant in constants):
@@ -90,13 +93,8 @@ def _tile_code(
     num_sums = max(1, _LEAST_SUMS // num_rows)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        arrays = [
-            context.make_array(kind)(context, builder, value)
-            for kind, value in zip(signature.args[:3], arguments[:3], strict=True)
-        ]
-        base = builder.bitcast(arrays[0].data, _BYTE.as_pointer())
-        factor, written = arrays[1].data, arrays[2].data
-        num_blocks = cgutils.unpack_tuple(builder, arrays[0].shape)[0]
+        base = builder.inttoptr(arguments[0], _BYTE.as_pointer())
+        factor, written = (builder.inttoptr(address, _FLOAT.as_pointer()) for address in arguments[2:4])
         fma = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{LANES}f32"
         )
@@ -107,7 +105,7 @@ def _tile_code(
         sums = [[cgutils.alloca_once(builder, _FLOATS) for _ in range(num_sums)] for _ in range(num_rows)]
         for place in (place for of_row in sums for place in of_row):
             builder.store(zero, place)
-        with cgutils.for_range(builder, num_blocks, intp=_INDEX) as blocks:
+        with cgutils.for_range(builder, arguments[1], intp=_INDEX) as blocks:
             block = builder.gep(base, [builder.mul(blocks.index, ir.Constant(_INDEX, form.tile_bytes))])
             scale = _load(builder, block, ir.Constant(_INDEX, form.code_bytes), _FLOATS)
             behind = ir.Constant(_INDEX, form.code_bytes + 4 * LANES)
@@ -133,11 +131,11 @@ def _tile_code(
                         builder.store(total, place)
         for row in range(num_rows):
             total = functools.reduce(builder.fadd, [builder.load(place) for place in sums[row]])
-            start = builder.gep(written, [builder.mul(arguments[3], ir.Constant(_INDEX, row))])
+            start = builder.gep(written, [builder.mul(arguments[4], ir.Constant(_INDEX, row))])
             builder.store(total, builder.bitcast(start, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(tile, columns, product, stride, *constants), generate
+    return types.void(*[types.intp] * 5, *constants), generate
 
 
 _multiply_tile: Any = intrinsic(_tile_code)
@@ -159,32 +157,45 @@ def _to_columns(x: Floats, columns: Floats) -> None:
 
 
 @functools.cache
-def compile_product(layout: BlockLayout) -> Product:
-    """Compile (or load from numba's cache on disk) products with matrices of `layout`.
+def compile_tile(layout: BlockLayout, width: int) -> CompiledCode:
+    """Compile products of one tile and `width` rows, or load them from numba's cache on disk.
 
-    It takes `tiles` uint8[tiles, blocks, tile_bytes], `x` [T, K], room for `columns` [groups, K, width], where width is
-    `width_for(T)`, and writes `product` [groups * width, LANES * tiles].
+    The code takes the address of a tile and its number of blocks, the address of the other factor's columns
+    [K, width], and where to write: an address and how many floats rows are apart.
     """
     bits, size, has_offsets = layout.bits, layout.size, int(layout.has_offsets)
 
-    def kernel(tiles: Bytes, x: Floats, columns: Floats, product: Floats) -> None:
-        _to_columns(x, columns)
-        num_groups, _, width = columns.shape
-        stride = product.shape[1]
-        for index in numba.prange(len(tiles)):
-            tile, lane = tiles[index], index * LANES
-            for group in range(num_groups):
-                factor, into = columns[group], product[group * width :, lane:]
-                if width == 1:
-                    _multiply_tile(tile, factor, into, stride, 1, bits, size, has_offsets)
-                elif width == 4:
-                    _multiply_tile(tile, factor, into, stride, 4, bits, size, has_offsets)
-                elif width == 8:
-                    _multiply_tile(tile, factor, into, stride, 8, bits, size, has_offsets)
-                else:
-                    _multiply_tile(tile, factor, into, stride, 16, bits, size, has_offsets)
+    def multiply(tile: int, num_blocks: int, columns: int, product: int, stride: int) -> None:
+        _multiply_tile(tile, num_blocks, columns, product, stride, width, bits, size, has_offsets)
 
-    compiled: Product = numba.njit(_SIGNATURE, parallel=True, nogil=True, cache=True)(kernel)
+    return compiled_code(multiply, 5)
+
+
+@numba.njit(nogil=True)
+def multiply_tile(code: int, tile: int, num_blocks: int, columns: Floats, product: Floats, lane: int) -> None:
+    """Write LANES columns of `product` [groups * width, N] from `lane` on: a tile, and `columns` [groups, K, width]."""
+    num_groups, size, width = columns.shape
+    stride = product.shape[1]
+    for group in range(num_groups):
+        into = product.ctypes.data + 4 * (group * width * stride + lane)
+        call(code, (tile, num_blocks, columns.ctypes.data + 4 * group * size * width, into, stride))
+
+
+def _product(code: int, tiles: Bytes, x: Floats, columns: Floats, product: Floats) -> None:
+    _to_columns(x, columns)
+    num_blocks = tiles.shape[1]
+    for index in numba.prange(len(tiles)):
+        multiply_tile(code, tiles[index].ctypes.data, num_blocks, columns, product, index * LANES)
+
+
+@functools.cache
+def compile_product() -> Product:
+    """Compile (or load from numba's cache on disk) products with matrices in tiles.
+
+    It takes the address of code of `compile_tile`, `tiles` uint8[tiles, blocks, tile_bytes], `x` [T, K], room for
+    `columns` [groups, K, width], where width is `width_for(T)`, and writes `product` [groups * width, LANES * tiles].
+    """
+    compiled: Product = numba.njit(_SIGNATURE, parallel=True, nogil=True, cache=True)(_product)
     return compiled
 
 
@@ -200,6 +211,7 @@ def product(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
     padded = np.empty((num_groups * width, len(tiles.data) * LANES), dtype=np.float32)
     columns = np.empty((num_groups, size, width), dtype=np.float32)
     use_threads_of_torch()
-    compile_product(tiles.layout)(tiles.data, x.contiguous().numpy(), columns, padded)
+    code = compile_tile(tiles.layout, width).address
+    compile_product()(code, tiles.data, x.contiguous().numpy(), columns, padded)
     result = torch.from_numpy(padded)[:num_rows, : tiles.num_rows]
     return result if bias is None else result + bias

@@ -1,29 +1,31 @@
-"""Forwards of a decoder on the CPU in float32: those of a few lone tokens by compiled passes, all others in torch."""
+"""Forwards of a decoder on the CPU in float32.
+
+All layers are one compiled pass where every matrix is kept in blocks. Where not, a few lone tokens go through passes
+that are compiled one by one, and all else through torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from planner.request import CellArray
 from planner.slices import Method
 from worker.batch import Batch
 from worker.cpu_attention import use_threads_of_torch
+from worker.cpu_block_pass import BlockPass, has_block_pass
 from worker.cpu_blocks import product
 from worker.cpu_decode import add_norm, compile_rotate_attend
 from worker.cpu_linear import MOST_ROWS, compile_small_linear, run
+from worker.cpu_seen import seen_cells
 from worker.forwards import EagerForwards, Forwards, SelectedLogits
 from worker.kv_pool import KvPool
 from worker.models.block_matrix import BlockMatrix
 from worker.models.decoder import Decoder
 from worker.models.layers import rms_norm
-
-Integers = npt.NDArray[np.int64]
 
 # Rows that together see fewer cells are done before a second thread has woken up.
 _FEW_SEEN = 512
@@ -45,6 +47,7 @@ class CpuForwards:
         config = decoder.config
         self._decoder = decoder
         self._pool = pool
+        self._blocks = BlockPass(decoder, pool) if has_block_pass(decoder) else None
         self._eager = EagerForwards(decoder, pool)
         self._num_beats = 0
         self._small_linear = compile_small_linear()
@@ -55,15 +58,18 @@ class CpuForwards:
 
     @property
     def num_beats(self) -> int:
-        return self._num_beats + self._eager.num_beats
+        of_blocks = self._blocks.num_beats if self._blocks is not None else 0
+        return self._num_beats + self._eager.num_beats + of_blocks
 
     def run(self, batch: Batch, method: Method, wanted: Sequence[int]) -> SelectedLogits:
         num_rows = len(batch.tokens)
-        if not len(batch.pieces) == num_rows <= MOST_ROWS:
+        if self._blocks is not None:
+            hidden = self._blocks.run(batch)
+        elif len(batch.pieces) == num_rows <= MOST_ROWS:
+            use_threads_of_torch()
+            hidden = self._decode(batch)
+        else:
             return self._eager.run(batch, method, wanted)
-        use_threads_of_torch()
-        cells = [piece.chunk.cells[: piece.start + 1] for piece in batch.pieces]
-        hidden = self._decode(torch.from_numpy(batch.tokens), batch.positions, cells)
         logits = self._logits(hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64)))
         return _Logits(logits, wanted, hidden, self._decoder)
 
@@ -77,17 +83,14 @@ class CpuForwards:
         weights = self._decoder.weights
         return self._linear(rms_norm(hidden, weights.final_norm, self._decoder.config.norm_eps), weights.head, None)
 
-    def _decode(self, tokens: Tensor, positions: Integers, seen: Sequence[CellArray]) -> Tensor:
+    def _decode(self, batch: Batch) -> Tensor:
         config, weights = self._decoder.config, self._decoder.weights
-        hidden = functional.embedding(tokens, weights.embedding)
-        num_rows, num_heads = len(tokens), config.num_heads + 2 * config.num_kv_heads
+        hidden = functional.embedding(torch.from_numpy(batch.tokens), weights.embedding)
+        num_rows, num_heads = len(hidden), config.num_heads + 2 * config.num_kv_heads
         normed, delta = torch.empty_like(hidden), torch.zeros_like(hidden)
         mixed = hidden.new_empty((num_rows, config.num_heads, config.head_dim))
-        cells = np.concatenate(seen).astype(np.int64)
-        lengths = np.array([len(of_row) for of_row in seen])
-        ends = np.cumsum(lengths)
-        firsts = {w: ends - (lengths if w is None else np.minimum(lengths, w)) for w in set(config.windows)}
-        rotate_attend = self._rotate_attend_few if len(cells) <= _FEW_SEEN else self._rotate_attend
+        seen = seen_cells(batch, config.windows)
+        rotate_attend = self._rotate_attend_few if len(seen.cells) <= _FEW_SEEN else self._rotate_attend
         for index, layer in enumerate(weights.layers):
             self._num_beats += 1
             add_norm(hidden.numpy(), delta.numpy(), layer.attention_norm.numpy(), config.norm_eps, normed.numpy())
@@ -98,12 +101,12 @@ class CpuForwards:
                 config.norm_eps,
                 self._cos,
                 self._sin,
-                positions,
+                batch.positions,
                 self._pool.keys[index].numpy(),
                 self._pool.values[index].numpy(),
-                cells,
-                firsts[config.windows[index]],
-                ends,
+                seen.cells,
+                seen.firsts[config.windows[index]],
+                seen.ends,
                 mixed.numpy(),
             )
             delta = self._linear(mixed.view(num_rows, -1), layer.output, layer.output_bias)

@@ -1,0 +1,189 @@
+"""The compiled pass over layers of blocks equals the decoder in plain torch, whatever a forward is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.slices import Method, Slice
+from tests.test_block_matrices import random_tiles
+from tests.torch_rig import chunk
+from worker.batch import Batch, cut
+from worker.cpu_block_pass import BlockPass, has_block_pass
+from worker.cpu_forwards import CpuForwards
+from worker.forwards import EagerForwards
+from worker.kv_pool import KvPool
+from worker.models.block_matrix import BlockMatrix
+from worker.models.blocks import BlockLayout
+from worker.models.config import ModelConfig
+from worker.models.decoder import Decoder
+from worker.models.dummy_weights import dummy_weights
+from worker.models.rope import Rope
+
+NUM_CELLS, CONTEXT = 400, 128
+NIBBLES, BYTES, SMALL = BlockLayout(4, 32, True), BlockLayout(8, 32, False), BlockLayout(8, 16, False)
+CPU = torch.device("cpu")
+
+
+def matrix_like(like: torch.Tensor, layout: BlockLayout, seed: int) -> BlockMatrix:
+    """Random blocks of the same shape, with values of a size that keeps a decoder's sums small."""
+    tiles = random_tiles(layout, len(like), like.shape[1] // layout.size, seed)
+    floats = tiles.data[:, :, layout.code_bytes :].view(np.float32)
+    floats *= np.float32(0.02 if layout.bits == 4 else 0.001)
+    return BlockMatrix(tiles)
+
+
+def block_decoder(
+    layouts: tuple[BlockLayout, BlockLayout] = (NIBBLES, BYTES),
+    *,
+    qk_norm: bool = False,
+    biased: bool = False,
+    window: int | None = None,
+    inner_size: int = 96,
+) -> Decoder:
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=inner_size,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        norm_eps=1e-5,
+        rope=Rope(theta=10_000.0),
+        context=CONTEXT,
+        windows=(None, window, None),
+        qkv_bias=biased,
+        output_bias=biased,
+        mlp_bias=biased,
+        qk_norm=qk_norm,
+    )
+    plain = dummy_weights(config, torch.float32, CPU, seed=0)
+    layers = []
+    for index, layer in enumerate(plain.layers):
+        changes = {}
+        for place, name in enumerate(layer.__slots__):
+            tensor = getattr(layer, name)
+            if tensor is not None and tensor.dim() == 1:
+                tensor.normal_(0.5, 0.5)  # norms of 1 and biases of 0 would hide one that is left out
+            elif tensor is not None:
+                changes[name] = matrix_like(tensor, layouts[name == "down"], seed=10 * index + place)
+        layers.append(dataclasses.replace(layer, **changes))
+    head = matrix_like(plain.head, layouts[1], seed=99)
+    return Decoder(config, dataclasses.replace(plain, layers=tuple(layers), head=head), CONTEXT)
+
+
+def pool_of(decoder: Decoder) -> KvPool:
+    config = decoder.config
+    pool = KvPool(config.num_layers, NUM_CELLS, config.num_kv_heads, config.head_dim, torch.float32, CPU)
+    torch.manual_seed(3)
+    pool.keys.normal_()
+    pool.values.normal_()
+    return pool
+
+
+def batch_of(spans: list[tuple[int, int]], seed: int = 0) -> Batch:
+    """Chunks of `length` tokens behind `start` positions that are there already, in scattered cells."""
+    random = np.random.default_rng(seed)
+    free = random.permutation(NUM_CELLS).astype(np.int32)
+    chunks, first = [], 0
+    for start, length in spans:
+        tokens = random.integers(0, 50, length).tolist()
+        chunks.append(chunk(tokens, free[first : first + start + length], start=start))
+        first += start + length
+    batch = cut(chunks, Slice(0, sum(length for _, length in spans), Method.PREFILL), wanted=lambda index: True)
+    assert batch is not None
+    return batch
+
+
+def check(decoder: Decoder, batch: Batch) -> None:
+    ours, theirs = pool_of(decoder), pool_of(decoder)
+    rows = list(range(len(batch.tokens)))
+    logits = CpuForwards(decoder, ours).run(batch, Method.PREFILL, rows).rows(rows)
+    expected = EagerForwards(decoder, theirs).run(batch, Method.PREFILL, rows).rows(rows)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("qk_norm", "biased", "window"), [(False, False, None), (True, False, None), (False, True, None), (True, True, 4)]
+)
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 1)],
+        [(16, 1)],
+        [(8, 1), (0, 1), (29, 1)],
+        [(11, 1)] * 16,
+        [(3, 1)] * 20,
+        [(0, 40)],
+        [(30, 17), (0, 3), (9, 1)],
+    ],
+    ids=str,
+)
+def test_a_pass_equals_the_decoder_in_torch(
+    num_threads: int, qk_norm: bool, biased: bool, window: int | None, spans: list[tuple[int, int]]
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        check(block_decoder(qk_norm=qk_norm, biased=biased, window=window), batch_of(spans))
+    finally:
+        torch.set_num_threads(before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 35)), min_size=1, max_size=6),
+    layouts=st.tuples(*[st.sampled_from([NIBBLES, BYTES, SMALL])] * 2),
+    seed=st.integers(0, 99),
+)
+def test_whatever_pieces_and_layouts_a_forward_has(
+    spans: list[tuple[int, int]], layouts: tuple[BlockLayout, BlockLayout], seed: int
+) -> None:
+    check(block_decoder(layouts), batch_of(spans, seed))
+
+
+def test_a_forward_that_wants_no_logits_still_writes_its_cells() -> None:
+    decoder, batch = block_decoder(), batch_of([(0, 9)])
+    ours, theirs = pool_of(decoder), pool_of(decoder)
+    assert CpuForwards(decoder, ours).run(batch, Method.PREFILL, []).rows([]).shape == (0, 50)
+    EagerForwards(decoder, theirs).run(batch, Method.PREFILL, [])
+    torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pass_gets_on_layer_by_layer() -> None:
+    decoder = block_decoder()
+    blocks = BlockPass(decoder, pool_of(decoder))
+    blocks.run(batch_of([(0, 5)]))
+    assert blocks.num_beats >= decoder.config.num_layers
+
+
+def test_what_is_not_a_number_comes_through() -> None:
+    decoder, batch = block_decoder(), batch_of([(4, 1), (6, 1)])
+    pool = pool_of(decoder)
+    pool.keys[1, int(batch.pieces[1].chunk.cells[2])] = float("nan")
+    logits = CpuForwards(decoder, pool).run(batch, Method.DECODE, [0, 1]).rows([0, 1])
+    assert torch.isfinite(logits[0]).all()
+    assert torch.isnan(logits[1]).all()
+
+
+def test_only_whole_tiles_of_blocks_make_a_pass() -> None:
+    assert has_block_pass(block_decoder())
+    decoder = block_decoder()
+    plain = dummy_weights(decoder.config, torch.float32, CPU, seed=0)
+    assert not has_block_pass(Decoder(decoder.config, plain, CONTEXT))
+    mixed = dataclasses.replace(
+        decoder.weights, layers=(dataclasses.replace(decoder.weights.layers[0], down=plain.layers[0].down),)
+    )
+    assert not has_block_pass(
+        Decoder(dataclasses.replace(decoder.config, num_layers=1, windows=(None,)), mixed, CONTEXT)
+    )
