@@ -21,7 +21,9 @@ from cluster.prompts import EncodedPrompt, PromptEncoder
 from cluster.request_record import RequestRecord, RequestRecords
 from cluster.requests import ChoicePlan, Extras, on_terms, plan_chat, plan_completion, served_name, text_rules
 from cluster.session_answer import SessionAnswer
-from cluster.sessions import Session, Sessions
+from cluster.session_desk import SessionDesk
+from cluster.session_owner import LocalOwner, SessionOwner, session_limits
+from cluster.sessions import Sessions
 from cluster.side_threads import SideThreads
 from cluster.structured import Form, FormReader, requested_form
 from cluster.talk import plan_talk
@@ -33,7 +35,8 @@ from protos.openai import ChatBody, CompletionBody, DetokenizeBody, GenerationBo
 @dataclass(frozen=True, slots=True)
 class Service:
     """What the endpoints serve from. `inspect` asks the workers what they hold; `model_name` and `gateway_id` are
-    labels of the metrics. `num_gateways`: of the application, this one included. `tracer` makes the requests' spans."""
+    labels of the metrics. `sessions`: who keeps them for the whole service; None: this gateway is all of it. `tracer`
+    makes the requests' spans."""
 
     fleet: Fleet
     text: TextModel
@@ -42,7 +45,7 @@ class Service:
     inspect: Inspect = nobody
     model_name: str = ""
     gateway_id: str = ""
-    num_gateways: int = 1
+    sessions: SessionOwner | None = None
     tracer: Tracer = field(default_factory=NoOpTracer)
 
 
@@ -59,21 +62,18 @@ class AnswerMaker:
         self.records = RequestRecords(service.tracer, service.model_name)
         self.prompts = PromptEncoder(service.text, self.threads)
         self._forms = FormReader(self.threads)
-        self._sessions = Sessions(
-            max_sessions=settings.max_sessions,
-            max_per_account=settings.max_sessions_per_key,
-            idle_s=settings.session_idle_s,
-        )
+        self._sessions = SessionDesk(service.sessions or LocalOwner(Sessions(session_limits(settings))))
 
     @property
-    def sessions(self) -> Sessions:
-        """Raises `InvalidRequest` where several gateways share the requests: each would know its own sessions only."""
-        if self.service.num_gateways > 1:
-            raise InvalidRequest(
-                f"sessions are kept by one gateway, and this service has {self.service.num_gateways}",
-                param="session_id",
-            )
+    def sessions(self) -> SessionDesk:
+        """Raises `InvalidRequest` where the service keeps none."""
+        if self.service.settings.max_sessions == 0:
+            raise InvalidRequest("this service keeps no sessions: max_sessions is 0", param="session_id")
         return self._sessions
+
+    async def shut(self) -> None:
+        """What was generated on sessions is handed to them."""
+        await self._sessions.shut()
 
     def served(self) -> ServedModel:
         """The model. Raises `Unavailable` before the first worker has said what it serves."""
@@ -112,15 +112,16 @@ class AnswerMaker:
         scored = body.logprobs is not None or body.num_made > body.n
         return self._answer(plans, text_rules(body, body.logprobs), terms, scored=scored), name
 
-    async def extension(self, body: CompletionBody, session: Session, terms: Terms) -> tuple[Answer, str]:
+    async def extension(self, body: CompletionBody, session_id: str, account: str, terms: Terms) -> tuple[Answer, str]:
         """The answer that goes on with a session behind the body's prompt, which is one text or list of token ids.
 
         Raises `RequestRefused`; the session is then as it was. Close the answer, and the session is free again."""
+        session = await self.sessions.get(session_id, account)
         model, name = self.model(body.model)
         text = self.service.text
         if body.echo or body.num_made > 1 or body.truncate_prompt_tokens is not None:
             raise InvalidRequest("a session allows no echo, no n or best_of over 1, no truncate_prompt_tokens")
-        if session.tokens and body.add_special_tokens is None:
+        if not session.is_empty and body.add_special_tokens is None:
             body = body.model_copy(update={"add_special_tokens": False})
         if body.prompt in ("", []):
             deltas = [EncodedPrompt([])]
@@ -130,15 +131,15 @@ class AnswerMaker:
             raise InvalidRequest("a session takes one prompt at a time", param="prompt")
         extras = await self._extras(body, requested_form(body))
         delta = deltas[0].ids
-        turn = self.sessions.begin(session, delta, body.max_tokens, model.context)
+        turn = await self.sessions.begin(session_id, account, delta, body.max_tokens, model.context)
         try:
-            prompt = EncodedPrompt([*session.tokens, *delta])
+            prompt = EncodedPrompt([*turn.history, *delta])
             plans = on_terms(terms, plan_completion(body, [prompt], model, text.eos_ids, self.service.settings, extras))
             rules = text_rules(body, body.logprobs)
             meter, scored = self.service.meter.request(terms), body.logprobs is not None
             return SessionAnswer(self.service.fleet, text, plans, rules, meter, turn, scored=scored), name
         except BaseException:
-            turn.end()
+            await turn.end()
             raise
 
     async def chat(self, body: ChatBody, terms: Terms) -> tuple[Answer, str, NewReader | None]:

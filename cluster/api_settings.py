@@ -35,7 +35,8 @@ class ApiSettings(BaseModel):
     * `max_choices`: n of one prompt. `max_sequences`: choices of all prompts of one request together.
     * `inline_size`: longer texts and 16 times larger bodies are read by a thread, at most `text_threads` at once
       with `max_long_texts` more waiting.
-    * `max_sessions`: open sessions of this gateway, and of one key; idle ones are forgotten after `session_idle_s`.
+    * `max_sessions`, `max_sessions_per_key`: open sessions of the service, 0 for none at all; idle ones are forgotten
+      after `session_idle_s`.
     * `batch_store`: a folder where files and batches are kept, with the prompts in them; None: nothing is kept. The
       gateways of one host may share it.
     * `max_files_per_key` files of `max_file_bytes`, each uploaded within `file_timeout_s`; `max_open_batches_per_key`

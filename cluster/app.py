@@ -15,6 +15,8 @@ from cluster.gateway import Gateway
 from cluster.membership_router import MembershipRouter
 from cluster.otlp_settings import with_otlp_of
 from cluster.scaling_policy import LoadPolicy
+from cluster.session_keeper import SessionKeeper
+from cluster.session_owner import session_limits
 from cluster.shared_secret import cluster_secret
 from cluster.worker import Worker
 
@@ -41,7 +43,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def build_application(config: ServiceConfig) -> Application:
-    """Bind both deployments. Decides the device where it was left open: CUDA if the cluster has a GPU."""
+    """Bind the deployments. Decides the device where it was left open: CUDA if the cluster has a GPU."""
     config = with_otlp_of(with_device_decided(config).with_secret(cluster_secret()), os.environ)
     num_gpus = 1 if config.engine.device == "cuda" else 0
     workers = serve.deployment(
@@ -70,7 +72,23 @@ def build_application(config: ServiceConfig) -> Application:
         graceful_shutdown_timeout_s=config.drain_timeout_s + SHUTDOWN_MARGIN_S,
         max_surge_percent=100,  # they are cheap; an old one goes when its successor can serve
     )(Gateway)
-    return gateways.bind(config, workers)
+    return gateways.bind(config, workers, _session_keeper(config))
+
+
+def _session_keeper(config: ServiceConfig) -> Application | None:
+    """One for all gateways, however many there are or will be; none where there may be no sessions."""
+    if config.http.max_sessions == 0:
+        return None
+    return serve.deployment(
+        name="Sessions",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=SHUTDOWN_MARGIN_S,
+    )(SessionKeeper).bind(session_limits(config.http))
 
 
 def _number_of_workers(config: ServiceConfig) -> dict[str, Any]:

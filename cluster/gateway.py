@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from cluster.activity import Activity, activity
 from cluster.answer_maker import AnswerMaker, Service
@@ -32,6 +34,7 @@ from cluster.request_log import log_requests_to
 from cluster.roll_call import RollCaller
 from cluster.router import Predictions, Router
 from cluster.service_metrics import gateway_labels
+from cluster.session_keeper import RemoteOwner
 from cluster.streams import Streams
 from cluster.text import load_text
 from worker.tls import channel_credentials
@@ -53,10 +56,12 @@ class Gateway(GrpcMethods):
     """Serve owns it and calls every method on one event loop, which also owns the streams.
 
     `workers` is the handle to the worker deployment. No token passes through it: holding it makes Serve tell this
-    process which workers there are.
+    process which workers there are. `sessions`: the handle to their keeper, where the service has any.
     """
 
-    async def __init__(self, config: ServiceConfig, workers: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: ServiceConfig, workers: DeploymentHandle[Any], sessions: DeploymentHandle[Any] | None
+    ) -> None:
         context = serve.get_replica_context()
         log_requests_to(logger, context.app_name)
         text = await asyncio.to_thread(lambda: load_text(resolve(config.engine.model)))
@@ -83,7 +88,7 @@ class Gateway(GrpcMethods):
             roll.call,
             model_name=config.model_name,
             gateway_id=replica_tag,
-            num_gateways=config.num_gateways,
+            sessions=None if sessions is None else RemoteOwner(sessions, (RayError, RayServeException)),
             tracer=tracer,
         )
         self._maker = AnswerMaker(service)
@@ -172,6 +177,7 @@ class Gateway(GrpcMethods):
             if self._batches is not None:
                 await self._batches.runner.close()
                 await self._batches.desk.close()
+            await self._maker.shut()
             await self._streams.close()
             await self._ray_metrics.stop()
             await asyncio.to_thread(self._tracing.close)

@@ -129,8 +129,7 @@ class _Endpoints:
             if session_id is None:
                 answer, name = await self._maker.completion(body, agreed)
             else:
-                session = self._maker.sessions.get(session_id, self.account(request))
-                answer, name = await self._maker.extension(body, session, agreed)
+                answer, name = await self._maker.extension(body, session_id, self.account(request), agreed)
         return AnswerResponse(answer, completion_telling(self._maker, body, answer, name), self._delivery(agreed, body))
 
     async def chat_completions(self, request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from cluster.answer import Answer
@@ -9,9 +10,11 @@ from cluster.choice import Piece, TextRules
 from cluster.fleet import Fleet
 from cluster.gateway_meter import RequestMeter
 from cluster.requests import ChoicePlan
-from cluster.sessions import Turn
+from cluster.session_desk import Turn
 from cluster.text import TextModel
-from planner.errors import DeadlineExceeded, RequestFailed, UnknownSession
+from planner.errors import DeadlineExceeded, RequestFailed, Unavailable, UnknownSession
+
+logger = logging.getLogger(__name__)
 
 
 class SessionAnswer(Answer):
@@ -32,7 +35,9 @@ class SessionAnswer(Answer):
         self._turn = turn
 
     async def next(self, timeout_s: float) -> list[Piece]:
-        """As an answer's; raises `UnknownSession` when the session was closed."""
+        """As an answer's; raises `UnknownSession` when the session was closed.
+
+        The last pieces come when the session has them: its client may go on with it at once, at any gateway."""
         try:
             pieces = await super().next(timeout_s)
         except DeadlineExceeded:
@@ -42,10 +47,13 @@ class SessionAnswer(Answer):
             raise
         for piece in pieces:
             self._turn.take(piece.tokens)
-        if self._turn.closed:
+        if self._turn.lost or (self.finished and not await self._turn.end()):
             raise UnknownSession("session is not open", param="session_id")
         return pieces
 
     async def close(self) -> None:
         await super().close()
-        self._turn.end()
+        try:
+            await self._turn.end()
+        except Unavailable as error:
+            logger.warning("a client was answered before its session: %s", error)

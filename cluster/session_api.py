@@ -11,7 +11,7 @@ from cluster.answer_maker import AnswerMaker
 from cluster.answer_response import json_response
 from cluster.bodies import parse_object, read_body, validate
 from cluster.routes import add_routes
-from cluster.sessions import Session
+from cluster.sessions import SessionView
 from planner.errors import InvalidRequest
 from protos import openai_answers as wire
 from protos.openai import CompletionBody
@@ -59,24 +59,22 @@ class _Endpoints:
     async def open(self, request: Request) -> Response:
         body = validate(OpenBody, await self._object(request))
         self._maker.model(body.model)
-        return self._card(self._maker.sessions.open(self._account(request)))
+        return self._card(await self._maker.sessions.open(self._account(request)))
 
     async def list(self, request: Request) -> Response:
-        sessions = self._maker.sessions.of(self._account(request))
+        sessions = await self._maker.sessions.of(self._account(request))
         cards = wire.SessionList(object="list", data=[self._of(session) for session in sessions])
         return json_response(cards.model_dump_json().encode())
 
     async def one(self, request: Request, session_id: str) -> Response:
-        return self._card(self._maker.sessions.get(session_id, self._account(request)))
+        return self._card(await self._maker.sessions.get(session_id, self._account(request)))
 
     async def fork(self, request: Request, session_id: str) -> Response:
         body = validate(ForkBody, await self._object(request))
-        sessions = self._maker.sessions
-        return self._card(sessions.fork(sessions.get(session_id, self._account(request)), body.at))
+        return self._card(await self._maker.sessions.fork(session_id, self._account(request), body.at))
 
     async def close(self, request: Request, session_id: str) -> Response:
-        sessions = self._maker.sessions
-        sessions.close(sessions.get(session_id, self._account(request)))
+        await self._maker.sessions.close(session_id, self._account(request))
         gone = wire.SessionDeleted(id=session_id, object="session.deleted", deleted=True)
         return json_response(gone.model_dump_json().encode())
 
@@ -85,10 +83,10 @@ class _Endpoints:
         data = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
         return parse_object(data) if data.strip() else {}
 
-    def _card(self, session: Session) -> Response:
+    def _card(self, session: SessionView) -> Response:
         return json_response(self._of(session).model_dump_json().encode())
 
-    def _of(self, session: Session) -> wire.SessionCard:
+    def _of(self, session: SessionView) -> wire.SessionCard:
         return wire.SessionCard(
             id=session.id,
             object="session",

@@ -16,6 +16,7 @@ from cluster.answer_maker import AnswerMaker, Service
 from cluster.api_settings import ApiSettings
 from cluster.fleet import ServedModel
 from cluster.http_api import create_app
+from cluster.session_owner import SessionOwner
 from cluster.text import TextModel
 from planner.request import Request
 from tests.fake_fleet import FakeFleet
@@ -84,10 +85,12 @@ async def desk(
     model: ServedModel | None = MODEL,
     fleet: Any = None,
     tracer: Tracer | None = None,
+    sessions: SessionOwner | None = None,
     **settings: Any,
 ) -> AsyncIterator[Desk]:
     fleet = fleet or FakeFleet(model, script or says("hi there"))
-    service = Service(fleet, text, ApiSettings(**settings), model_name="tiny", tracer=tracer or NoOpTracer())
+    told = {"model_name": "tiny", "sessions": sessions, "tracer": tracer or NoOpTracer()}
+    service = Service(fleet, text, ApiSettings(**settings), **told)
     app = create_app(AnswerMaker(service))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:

@@ -49,13 +49,11 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @asynccontextmanager
-async def service(fleet: FakeFleet, *, num_gateways: int = 1, **settings: Any) -> AsyncIterator[str]:
+async def service(fleet: FakeFleet, **settings: Any) -> AsyncIterator[str]:
     async def inspect(_num_steps: int) -> RollCall:
         return RollCall([pool_view()], [])
 
-    app = create_app(
-        AnswerMaker(Service(fleet, TEXT, ApiSettings(**settings), inspect=inspect, num_gateways=num_gateways))
-    )
+    app = create_app(AnswerMaker(Service(fleet, TEXT, ApiSettings(**settings), inspect=inspect)))
     async with listening(app) as url:
         yield url
 
@@ -178,9 +176,9 @@ async def no_sessions(page: Page, url: str) -> bool:
     return (await (await page.request.get(f"{url}v1/sessions")).json())["data"] == []
 
 
-async def test_a_service_of_several_gateways_says_why_nothing_forks(browser: Browser) -> None:
-    async with service(fleet_that(), num_gateways=2) as url, looking_at(browser, url) as (page, wrong):
-        await expect(page.locator("#forking")).to_contain_text("kept by one gateway, and this service has 2")
+async def test_a_service_without_sessions_says_why_nothing_forks(browser: Browser) -> None:
+    async with service(fleet_that(), max_sessions=0) as url, looking_at(browser, url) as (page, wrong):
+        await expect(page.locator("#forking")).to_contain_text("this service keeps no sessions")
         await page.get_by_label("Message").fill("hello")
         await page.get_by_role("button", name="Send").click()
         await expect(page.locator(".answer footer")).to_contain_text("stop")

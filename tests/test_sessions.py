@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from cluster.answer_maker import AnswerMaker, Service
 from cluster.api_settings import ApiSettings
-from cluster.sessions import Sessions
-from planner.errors import ForwardFailed, InvalidRequest
-from planner.planner import Planner
-from tests.fake_fleet import FakeFleet
-from tests.fakes import FakeExecutor, fake_info, fake_limits, fake_request
+from cluster.session_owner import session_limits
+from planner.errors import ForwardFailed
 from tests.grammar_rig import TEXT
-from tests.http_desk import CHAT, MODEL, Desk, desk, refusal, says
+from tests.http_desk import CHAT, Desk, desk, refusal, says
+from tests.session_rig import owners
 from tests.tiny_text import EOS
 
 COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(params=["local", "remote"])
+def owner(request: pytest.FixtureRequest) -> str:
+    """Who keeps the sessions: the application itself, or a keeper behind a handle. Nobody can tell."""
+    kind: str = request.param
+    return kind
+
+
+@asynccontextmanager
+async def kept_by(owner: str, script: Any = None, **settings: Any) -> AsyncIterator[Desk]:
+    kept = owners(session_limits(ApiSettings(**settings)))[owner]
+    async with desk(script, sessions=kept, **settings) as d:
+        yield d
 
 
 async def opened(d: Desk) -> str:
@@ -41,8 +52,8 @@ async def card(d: Desk, session: str) -> dict[str, Any]:
     return told
 
 
-async def test_a_session_goes_on_with_everything_that_was_said() -> None:
-    async with desk(says("hi", "yes")) as d:
+async def test_a_session_goes_on_with_everything_that_was_said(owner: str) -> None:
+    async with kept_by(owner, says("hi", "yes")) as d:
         session = await opened(d)
         assert (await card(d, session))["position"] == 0
         await extend(d, session, "hello")
@@ -55,8 +66,8 @@ async def test_a_session_goes_on_with_everything_that_was_said() -> None:
         assert told["usage"]["prompt_tokens"] == len(history) + len(TEXT.encode(" ab"))
 
 
-async def test_a_stream_and_a_stop_string_keep_what_came_until_then() -> None:
-    async with desk(says("hello world")) as d:
+async def test_a_stream_and_a_stop_string_keep_what_came_until_then(owner: str) -> None:
+    async with kept_by(owner, says("hello world")) as d:
         session = await opened(d)
         await d.events(COMPLETIONS, prompt="ab", max_tokens=30, session_id=session, stop="wor")
         ids = TEXT.encode("hello world")
@@ -65,8 +76,8 @@ async def test_a_stream_and_a_stop_string_keep_what_came_until_then() -> None:
         assert d.fleet.requests[1].prompt.tolist() == [*TEXT.encode("ab"), *ids[:length], 5]
 
 
-async def test_a_header_names_the_session_too() -> None:
-    async with desk(says("hi")) as d:
+async def test_a_header_names_the_session_too(owner: str) -> None:
+    async with kept_by(owner, says("hi")) as d:
         session = await opened(d)
         body = {"prompt": "hello", "max_tokens": 4}
         answer = await d.http.post(COMPLETIONS, json=body, headers={"x-session-id": session})
@@ -78,8 +89,8 @@ async def test_a_header_names_the_session_too() -> None:
         assert refusal(chat)["param"] == "x-session-id"
 
 
-async def test_forks_share_what_came_before_and_nothing_after() -> None:
-    async with desk(says("hi", "yes")) as d:
+async def test_forks_share_what_came_before_and_nothing_after(owner: str) -> None:
+    async with kept_by(owner, says("hi", "yes")) as d:
         session = await opened(d)
         await extend(d, session, "hello")
         position = (await card(d, session))["position"]
@@ -98,8 +109,8 @@ async def test_forks_share_what_came_before_and_nothing_after() -> None:
             assert error["message"].startswith("session position is invalid")
 
 
-async def test_sessions_are_listed_and_closed() -> None:
-    async with desk(says("hi")) as d:
+async def test_sessions_are_listed_and_closed(owner: str) -> None:
+    async with kept_by(owner, says("hi")) as d:
         ids = [await opened(d) for _ in range(3)]
         assert [one["id"] for one in (await d.http.get("/v1/sessions")).json()["data"]] == ids
         assert (await d.http.delete(f"/v1/sessions/{ids[1]}")).json()["deleted"]
@@ -110,8 +121,8 @@ async def test_sessions_are_listed_and_closed() -> None:
         assert refusal(late, 404)["message"] == "session is not open"
 
 
-async def test_one_generation_at_a_time_and_a_close_ends_it() -> None:
-    async with desk(says("hello world")) as d:
+async def test_one_generation_at_a_time_and_a_close_ends_it(owner: str) -> None:
+    async with kept_by(owner, says("hello world")) as d:
         session = await opened(d)
         d.fleet.gate.clear()
         running = asyncio.create_task(d.post(COMPLETIONS, prompt="hello", max_tokens=8, session_id=session))
@@ -126,8 +137,8 @@ async def test_one_generation_at_a_time_and_a_close_ends_it() -> None:
         assert d.fleet.num_running == 0
 
 
-async def test_after_a_failure_a_session_takes_no_more() -> None:
-    async with desk(says("hello world")) as d:
+async def test_after_a_failure_a_session_takes_no_more(owner: str) -> None:
+    async with kept_by(owner, says("hello world")) as d:
         session = await opened(d)
         d.fleet.fail_after = (2, ForwardFailed("it broke"))
         assert (await d.post(COMPLETIONS, prompt="hello", max_tokens=8, session_id=session)).status_code == 500
@@ -139,8 +150,8 @@ async def test_after_a_failure_a_session_takes_no_more() -> None:
             assert refusal(answer, 409)["message"] == "session cannot continue after an executor failure"
 
 
-async def test_a_refused_request_leaves_the_session_as_it_was() -> None:
-    async with desk(says("hi")) as d:
+async def test_a_refused_request_leaves_the_session_as_it_was(owner: str) -> None:
+    async with kept_by(owner, says("hi")) as d:
         session = await opened(d)
         await extend(d, session, "hello")
         before = await card(d, session)
@@ -162,16 +173,16 @@ async def test_a_refused_request_leaves_the_session_as_it_was() -> None:
         ({"max_tokens": 64}, "over the context length"),
     ],
 )
-async def test_what_no_session_takes_is_refused_in_its_words(body: dict[str, Any], words: str) -> None:
-    async with desk(says("hi")) as d:
+async def test_what_no_session_takes_is_refused_in_its_words(owner: str, body: dict[str, Any], words: str) -> None:
+    async with kept_by(owner, says("hi")) as d:
         session = await opened(d)
         asked = {"prompt": "hello", "max_tokens": 4, "session_id": session, **body}
         assert words in refusal(await d.post(COMPLETIONS, **asked))["message"]
         assert not d.fleet.requests
 
 
-async def test_a_session_is_its_keys_own() -> None:
-    async with desk(says("hi"), api_keys=("one", "two"), max_sessions_per_key=1) as d:
+async def test_a_session_is_its_keys_own(owner: str) -> None:
+    async with kept_by(owner, says("hi"), api_keys=("one", "two"), max_sessions_per_key=1) as d:
         mine, theirs = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
         session = (await d.http.post("/v1/sessions", headers=mine)).json()["id"]
         assert (await d.http.get(f"/v1/sessions/{session}", headers=mine)).status_code == 200
@@ -180,83 +191,3 @@ async def test_a_session_is_its_keys_own() -> None:
         again = await d.http.post("/v1/sessions", headers=mine)
         assert refusal(again, 429)["message"].endswith("at most 1 may be: close one")
         assert (await d.http.post("/v1/sessions", headers=theirs)).status_code == 200
-
-
-async def test_an_idle_session_is_forgotten() -> None:
-    sessions = Sessions(max_sessions=9, max_per_account=9, idle_s=0.05)
-    old = sessions.open("")
-    busy = sessions.open("")
-    turn = sessions.begin(busy, [1], 4, 64)
-    await asyncio.sleep(0.06)
-    assert sessions.of("") == [busy]
-    assert old.closed
-    turn.take([3])
-    turn.end()
-    assert busy.tokens == [1, 3]
-
-
-async def test_several_gateways_keep_no_sessions() -> None:
-    maker = AnswerMaker(Service(FakeFleet(MODEL, says("x")), TEXT, ApiSettings(), num_gateways=2))
-    with pytest.raises(InvalidRequest, match="this service has 2"):
-        _ = maker.sessions
-
-
-def test_a_tree_of_forks_takes_the_cells_of_its_distinct_tokens() -> None:
-    info = fake_info(num_cells=8192, max_prefill_tokens=512)
-    planner = Planner(fake_limits(info, max_batched_tokens=512, prefill_chunk_tokens=512))
-    executor, sessions = FakeExecutor(info), Sessions(max_sessions=4096, max_per_account=4096, idle_s=60)
-
-    def generate(session: Any, delta: list[int]) -> None:
-        turn = sessions.begin(session, delta, 3, info.context)
-        planner.submit(fake_request([*session.tokens, *delta], 3))
-        while (step := planner.plan()) is not None:
-            executor.launch(step)
-            for update in planner.commit(step, executor.collect()):
-                turn.take(update.tokens)
-        turn.end()
-
-    root = sessions.open("")
-    generate(root, list(range(1, 101)))
-    level, leaves = [root], [root]
-    for depth in range(4):
-        level = [sessions.fork(parent, None) for parent in level for _ in range(3)]
-        for place, child in enumerate(level):
-            generate(child, [200 + 50 * depth + place])
-        leaves += level
-    distinct = {tuple(one.tokens[: end + 1]) for one in leaves for end in range(one.position)}
-    assert planner.snapshot().owned_cells == 0
-    assert len(distinct) <= planner.snapshot().cached_cells + len(leaves)
-    assert planner.snapshot().cached_cells < 1.1 * len(distinct)
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_histories_are_as_a_naive_model_says(data: st.DataObject) -> None:
-    sessions = Sessions(max_sessions=99, max_per_account=99, idle_s=60)
-    known: dict[str, tuple[list[int], bool]] = {}
-    tokens = st.lists(st.integers(0, 9), min_size=1, max_size=4)
-    for _ in range(data.draw(st.integers(1, 12))):
-        verb = data.draw(st.sampled_from(["open", "extend", "fork", "rewind", "close"])) if known else "open"
-        if verb == "open":
-            known[sessions.open("").id] = ([], False)
-            continue
-        chosen = list(known)[data.draw(st.integers(0, len(known) - 1))]
-        history, pending = known[chosen]
-        session = sessions.get(chosen, "")
-        if verb == "extend":
-            delta, said = data.draw(tokens), data.draw(st.lists(tokens, max_size=3))
-            turn = sessions.begin(session, delta, 4, 10_000)
-            for piece in said:
-                turn.take(piece)
-            turn.end()
-            if said:
-                known[chosen] = ([*history, *delta, *(token for piece in said for token in piece)], True)
-        elif verb == "fork":
-            known[sessions.fork(session, None).id] = (list(history), pending)
-        elif verb == "rewind":
-            at = data.draw(st.integers(0, len(history) - pending))
-            known[sessions.fork(session, at).id] = (history[:at], False)
-        else:
-            sessions.close(session)
-            del known[chosen]
-    assert {one.id: (one.tokens, one.has_pending) for one in sessions.of("")} == known

@@ -1,4 +1,4 @@
-// Sessions of the playground: what an answer is forked through. One gateway keeps them, so not every service has any.
+// Sessions of the playground: what an answer is forked through. A service may have been told to keep none.
 import { drop, get, post } from "./server.js";
 
 let opened = []; // ids of those that the conversation has opened

@@ -1,0 +1,72 @@
+"""Who keeps the sessions of a service, as its gateways see it: there is one owner, and each gateway asks it.
+
+`LocalOwner` is for an application that is its own whole service; `cluster.session_keeper` is what a fleet has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from cluster.api_settings import ApiSettings
+from cluster.sessions import Begun, SessionLimits, Sessions, SessionView
+
+
+class SessionOwner(Protocol):
+    """What can be asked. Everything raises `RequestRefused` as `cluster.sessions.Sessions` does, which says what each
+    means, and `Unavailable` where the owner does not answer: what was asked may have been done, or not."""
+
+    async def open(self, account: str) -> SessionView: ...
+
+    async def get(self, session_id: str, account: str) -> SessionView: ...
+
+    async def of(self, account: str) -> list[SessionView]: ...
+
+    async def fork(self, session_id: str, account: str, at: int | None) -> SessionView: ...
+
+    async def close(self, session_id: str, account: str) -> None: ...
+
+    async def begin(
+        self, session_id: str, account: str, delta: Sequence[int], max_tokens: int | None, context: int
+    ) -> Begun: ...
+
+    async def renew(self, turn_ids: Sequence[str]) -> list[str]: ...
+
+    async def end(self, turn_id: str, generated: Sequence[int], *, failed: bool) -> bool: ...
+
+
+def session_limits(settings: ApiSettings) -> SessionLimits:
+    return SessionLimits(settings.max_sessions, settings.max_sessions_per_key, settings.session_idle_s)
+
+
+class LocalOwner:
+    """A `SessionOwner` in the process that asks. Owner: the gateway, on its event loop."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    async def open(self, account: str) -> SessionView:
+        return self._sessions.open(account)
+
+    async def get(self, session_id: str, account: str) -> SessionView:
+        return self._sessions.get(session_id, account)
+
+    async def of(self, account: str) -> list[SessionView]:
+        return self._sessions.of(account)
+
+    async def fork(self, session_id: str, account: str, at: int | None) -> SessionView:
+        return self._sessions.fork(session_id, account, at)
+
+    async def close(self, session_id: str, account: str) -> None:
+        self._sessions.close(session_id, account)
+
+    async def begin(
+        self, session_id: str, account: str, delta: Sequence[int], max_tokens: int | None, context: int
+    ) -> Begun:
+        return self._sessions.begin(session_id, account, delta, max_tokens, context)
+
+    async def renew(self, turn_ids: Sequence[str]) -> list[str]:
+        return self._sessions.renew(turn_ids)
+
+    async def end(self, turn_id: str, generated: Sequence[int], *, failed: bool) -> bool:
+        return self._sessions.end(turn_id, generated, failed=failed)
