@@ -50,8 +50,10 @@ def test_a_service_is_one_that_can_be_built(name: str) -> None:
     assert f"def {attribute}(" in Path(spec.origin).read_text()
     config = service_config(application["args"])
     assert config.model_name == config.engine.model
-    assert {deployment["name"] for deployment in application["deployments"]} == {"Worker", "Gateway"}
-    assert all(deployment["num_replicas"] > 1 for deployment in application["deployments"])
+    deployments = {deployment.pop("name"): deployment for deployment in application["deployments"]}
+    assert {"Worker", "Gateway"} <= deployments.keys() <= {"Worker", "Gateway", "Sessions"}
+    assert all(deployments[name]["num_replicas"] > 1 for name in ("Worker", "Gateway"))
+    assert "num_replicas" not in deployments.get("Sessions", {}), "there is one owner of sessions"
 
 
 @pytest.mark.parametrize("name", ["serve.yaml", "kuberay.yaml"])
