@@ -6,38 +6,42 @@ refused, since dropping it would answer another request than was asked.
 
 from __future__ import annotations
 
-import json
 from typing import Any, Final
 
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cluster.bodies import validate
+from cluster.grpc_conversation import conversation_fields, json_value, refuse_unknown, tool_fields
 from planner.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from protos.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from protos.openai_embeddings import EmbeddingBody
 
-_TOLD_APART: Final = frozenset({"prompt", "token_ids", "conversation", "text", "logit_bias", "logprobs", "json_schema"})
+_TOLD_APART: Final = frozenset(
+    (
+        *("prompt", "token_ids", "conversation", "text", "texts", "logit_bias", "logprobs", "pooling"),
+        *("json_schema", "json_object", "regex", "choice", "grammar", "tools", "tool_choice"),
+    )
+)
 """Fields that a body has under another name or in another shape; all others go over as they are."""
+
+_POOLINGS: Final = {pb.POOLING_LAST: "last", pb.POOLING_MEAN: "mean"}
 
 
 def generation_body(request: pb.GenerateRequest) -> CompletionBody | ChatBody:
     """Raises `InvalidRequest` that names the field at fault."""
-    body = _shared(request)
+    body = _shared(request) | _form(request) | tool_fields(request)
     if request.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in request.logit_bias.items()}
-    if request.HasField("json_schema"):
-        body["response_format"] = _schema_format(request.json_schema)
     scored = request.HasField("logprobs")
     if request.WhichOneof("input") == "conversation":
         if scored:
             body |= {"logprobs": True, "top_logprobs": request.logprobs}
-        return validate(ChatBody, body | _conversation(request.conversation))
+        return validate(ChatBody, body | conversation_fields(request.conversation))
     if scored:
         body["logprobs"] = request.logprobs
     if request.WhichOneof("input") == "token_ids":
-        _refuse_unknown(request.token_ids)
-        body["prompt"] = list(request.token_ids.ids)
+        body["prompt"] = _ids(request.token_ids)
     elif request.WhichOneof("input") == "prompt":
         body["prompt"] = request.prompt
     return validate(CompletionBody, body)
@@ -47,7 +51,7 @@ def tokenize_body(request: pb.TokenizeRequest) -> TokenizeTextBody | TokenizeCha
     """Raises `InvalidRequest`."""
     body = _shared(request)
     if request.WhichOneof("input") == "conversation":
-        return validate(TokenizeChatBody, body | _conversation(request.conversation))
+        return validate(TokenizeChatBody, body | conversation_fields(request.conversation))
     return validate(TokenizeTextBody, body | ({"prompt": request.text} if request.HasField("text") else {}))
 
 
@@ -56,33 +60,44 @@ def detokenize_body(request: pb.DetokenizeRequest) -> DetokenizeBody:
     return validate(DetokenizeBody, _shared(request) | {"tokens": list(request.token_ids)})
 
 
+def embedding_body(request: pb.EmbedRequest) -> EmbeddingBody:
+    """Raises `InvalidRequest`."""
+    body = _shared(request)
+    if request.texts and request.token_ids:
+        raise InvalidRequest("texts and token_ids exclude each other", param="token_ids")
+    body["input"] = list(request.texts) or [_ids(ids) for ids in request.token_ids]
+    if request.pooling != pb.POOLING_UNSPECIFIED:
+        if request.pooling not in _POOLINGS:
+            raise InvalidRequest(f"pooling {request.pooling} is not known here", param="pooling")
+        body["pooling"] = _POOLINGS[request.pooling]
+    return validate(EmbeddingBody, body)
+
+
 def _shared(message: Message) -> dict[str, Any]:
     """The fields that are set, by name; repeated ones as lists."""
-    _refuse_unknown(message)
+    refuse_unknown(message)
     fields = [(field, value) for field, value in message.ListFields() if field.name not in _TOLD_APART]
     return {field.name: list(value) if field.is_repeated else value for field, value in fields}
 
 
-def _conversation(conversation: pb.Conversation) -> dict[str, Any]:
-    body = _shared(conversation)
-    body["messages"] = []
-    for message in conversation.messages:
-        named = {"name": message.name} if message.HasField("name") else {}
-        _refuse_unknown(message)
-        body["messages"].append({"role": message.role, "content": message.content, **named})
-    return body
+def _form(request: pb.GenerateRequest) -> dict[str, Any]:
+    match request.WhichOneof("form"):
+        case "json_schema":
+            schema = json_value(request.json_schema, "json_schema")
+            told = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+            return {"response_format": told}
+        case "json_object" if request.json_object:
+            return {"response_format": {"type": "json_object"}}
+        case "regex":
+            return {"guided_regex": request.regex}
+        case "choice":
+            refuse_unknown(request.choice)
+            return {"guided_choice": list(request.choice.texts)}
+        case "grammar":
+            return {"guided_grammar": request.grammar}
+    return {}
 
 
-def _schema_format(text: str) -> dict[str, Any]:
-    try:
-        schema = json.loads(text)
-    except ValueError as error:
-        raise InvalidRequest(f"json_schema is not JSON: {error}", param="json_schema") from error
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-
-
-def _refuse_unknown(message: Message) -> None:
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        number = unknown[0].field_number
-        raise InvalidRequest(f"{message.DESCRIPTOR.full_name} has no field of number {number} here")
+def _ids(token_ids: pb.TokenIds) -> list[int]:
+    refuse_unknown(token_ids)
+    return list(token_ids.ids)

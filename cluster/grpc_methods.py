@@ -35,6 +35,24 @@ class GrpcMethods:
     async def ListModels(self, request: pb.ListModelsRequest, grpc_context: Call) -> pb.ListModelsResponse:
         return await self._grpc.list_models(request, grpc_context)
 
+    async def Embed(self, request: pb.EmbedRequest, grpc_context: Call) -> pb.EmbedResponse:
+        return await self._grpc.embedding.embed(request, grpc_context)
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, grpc_context: Call) -> pb.Session:
+        return await self._grpc.sessions.open(request, grpc_context)
+
+    async def GetSession(self, request: pb.GetSessionRequest, grpc_context: Call) -> pb.Session:
+        return await self._grpc.sessions.get(request, grpc_context)
+
+    async def ListSessions(self, request: pb.ListSessionsRequest, grpc_context: Call) -> pb.ListSessionsResponse:
+        return await self._grpc.sessions.list(request, grpc_context)
+
+    async def ForkSession(self, request: pb.ForkSessionRequest, grpc_context: Call) -> pb.Session:
+        return await self._grpc.sessions.fork(request, grpc_context)
+
+    async def CloseSession(self, request: pb.CloseSessionRequest, grpc_context: Call) -> pb.CloseSessionResponse:
+        return await self._grpc.sessions.close(request, grpc_context)
+
     async def Check(self, request: health_pb2.HealthCheckRequest, grpc_context: Call) -> health_pb2.HealthCheckResponse:
         return await self._health.check(request, grpc_context)
 

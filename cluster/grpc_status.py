@@ -22,6 +22,15 @@ logger = logging.getLogger(__name__)
 MAX_DETAILS_BYTES: Final = 1000
 """They travel percent-encoded, three times as long, in trailers that clients read up to 8 KB of."""
 
+_OUR_FIELDS: Final = {
+    "response_format": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "input": "texts",
+}
+"""Fields of HTTP bodies that have another name here."""
+
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
@@ -68,8 +77,9 @@ class CallStatus:
     def _fail(self, error: RaycombError) -> None:
         self.failed = True
         trailers = [(REQUEST_ID, self.request_id), ("error-code", error.code)]
-        if error.param is not None and error.param.isascii() and error.param.isprintable():
-            trailers.append(("error-param", error.param[:100]))
+        param = None if error.param is None else _OUR_FIELDS.get(error.param, error.param)
+        if param is not None and param.isascii() and param.isprintable():
+            trailers.append(("error-param", param[:100]))
         if (retry := retry_after_s(error)) is not None:
             trailers.append(("retry-after", str(retry)))
         self._call.set_code(grpc.StatusCode[outcome(error).grpc])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -33,3 +34,27 @@ class CallArguments:
 
 
 Part = Content | Reasoning | CallBegun | CallArguments
+
+
+@dataclass(frozen=True, slots=True)
+class CallNews:
+    """What some parts say of one call: where it has begun among them, and the next piece of its arguments."""
+
+    index: int
+    begun: CallBegun | None
+    arguments: str
+
+
+def text_of(parts: Sequence[Part], kind: type[Content | Reasoning]) -> str:
+    """All content among them, or all thoughts."""
+    return "".join(part.text for part in parts if isinstance(part, kind))
+
+
+def call_news(parts: Sequence[Part]) -> list[CallNews]:
+    """One for each call that they say anything of."""
+    begun = {part.index: part for part in parts if isinstance(part, CallBegun)}
+    arguments: dict[int, str] = dict.fromkeys(begun, "")
+    for part in parts:
+        if isinstance(part, CallArguments):
+            arguments[part.index] = arguments.get(part.index, "") + part.text
+    return [CallNews(index, begun.get(index), text) for index, text in arguments.items()]

@@ -54,6 +54,36 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/raycomb.v1.Inference/Embed',
+                request_serializer=protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.OpenSession = channel.unary_unary(
+                '/raycomb.v1.Inference/OpenSession',
+                request_serializer=protos_dot_inference__pb2.OpenSessionRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.Session.FromString,
+                _registered_method=True)
+        self.GetSession = channel.unary_unary(
+                '/raycomb.v1.Inference/GetSession',
+                request_serializer=protos_dot_inference__pb2.GetSessionRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.Session.FromString,
+                _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/raycomb.v1.Inference/ListSessions',
+                request_serializer=protos_dot_inference__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+        self.ForkSession = channel.unary_unary(
+                '/raycomb.v1.Inference/ForkSession',
+                request_serializer=protos_dot_inference__pb2.ForkSessionRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.Session.FromString,
+                _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/raycomb.v1.Inference/CloseSession',
+                request_serializer=protos_dot_inference__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.CloseSessionResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -84,6 +114,47 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Vectors of texts, in the order in which they were given.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenSession(self, request, context):
+        """Sessions are those of the HTTP endpoints: token histories that Generate goes on with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSession(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSessions(self, request, context):
+        """Those of the caller's key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkSession(self, request, context):
+        """A session of its own, with the first tokens of another.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseSession(self, request, context):
+        """Forgets it; a generation that runs on it ends with NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -106,6 +177,36 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=protos_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=protos_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'OpenSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSession,
+                    request_deserializer=protos_dot_inference__pb2.OpenSessionRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.Session.SerializeToString,
+            ),
+            'GetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSession,
+                    request_deserializer=protos_dot_inference__pb2.GetSessionRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.Session.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=protos_dot_inference__pb2.ListSessionsRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'ForkSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkSession,
+                    request_deserializer=protos_dot_inference__pb2.ForkSessionRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.Session.SerializeToString,
+            ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=protos_dot_inference__pb2.CloseSessionRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.CloseSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -216,6 +317,168 @@ class Inference:
             '/raycomb.v1.Inference/ListModels',
             protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
             protos_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/raycomb.v1.Inference/Embed',
+            protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+            protos_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/raycomb.v1.Inference/OpenSession',
+            protos_dot_inference__pb2.OpenSessionRequest.SerializeToString,
+            protos_dot_inference__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/raycomb.v1.Inference/GetSession',
+            protos_dot_inference__pb2.GetSessionRequest.SerializeToString,
+            protos_dot_inference__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/raycomb.v1.Inference/ListSessions',
+            protos_dot_inference__pb2.ListSessionsRequest.SerializeToString,
+            protos_dot_inference__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/raycomb.v1.Inference/ForkSession',
+            protos_dot_inference__pb2.ForkSessionRequest.SerializeToString,
+            protos_dot_inference__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/raycomb.v1.Inference/CloseSession',
+            protos_dot_inference__pb2.CloseSessionRequest.SerializeToString,
+            protos_dot_inference__pb2.CloseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

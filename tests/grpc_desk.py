@@ -21,6 +21,8 @@ from cluster.grpc_api import GrpcApi
 from cluster.grpc_front import add_services
 from cluster.grpc_health import Health
 from cluster.grpc_methods import GrpcMethods
+from cluster.session_owner import SessionOwner
+from cluster.text import TextModel
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tests.fake_fleet import FakeFleet
@@ -131,11 +133,18 @@ class FrontServer:
 
 @asynccontextmanager
 async def grpc_desk(
-    script: Any = None, *, fleet: Any = None, tracer: Tracer | None = None, **settings: Any
+    script: Any = None,
+    *,
+    fleet: Any = None,
+    tracer: Tracer | None = None,
+    text: TextModel = TEXT,
+    sessions: SessionOwner | None = None,
+    **settings: Any,
 ) -> AsyncIterator[GrpcDesk]:
     fleet = fleet or FakeFleet(MODEL, script or says("hi there"))
     health = Health(fleet)
-    service = Service(fleet, TEXT, ApiSettings(**settings), model_name="tiny", tracer=tracer or NoOpTracer())
+    told = {"model_name": "tiny", "sessions": sessions, "tracer": tracer or NoOpTracer()}
+    service = Service(fleet, text, ApiSettings(**settings), **told)
     methods = Methods(AnswerMaker(service), health)
     front = FrontServer(methods)
     add_services(methods, front)

@@ -13,12 +13,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import httpx
 import psutil
 import pytest
 
 from benchmarks.storm_service import GATEWAY, MODEL_NAME, WORKER, StormedService
 from planner.request import SamplingParams
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc as pb_grpc
 from tests.fakes import expected_tokens, fake_request
 from tests.http_desk import VOCAB
 from tests.service_process import ServiceProcess, wait_until
@@ -156,6 +159,31 @@ async def test_a_session_goes_on_at_any_gateway(service: ServiceProcess) -> None
         for each in (known, *branches):
             await other.told("DELETE", f"/v1/sessions/{each.id}")
         assert (await one.http.get(f"/v1/sessions/{known.id}")).status_code == 404
+
+
+async def test_grpc_and_http_share_the_sessions(service: ServiceProcess) -> None:
+    options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
+    target = f"127.0.0.1:{service.grpc_port}"
+    async with clients_of(service.url) as (client,), grpc.aio.insecure_channel(target, options=options) as channel:
+        stub = pb_grpc.InferenceStub(channel)
+        known = Known((await stub.OpenSession(pb.OpenSessionRequest())).id)
+        await client.extend(known)
+        asked = client.asked(known, 9)
+        sent = pb.GenerateRequest(session_id=known.id, max_tokens=asked.budget, seed=asked.seed, ignore_eos=True)
+        sent.token_ids.ids.extend(asked.delta)
+        said = [
+            token async for message in stub.Generate(sent) for choice in message.choices for token in choice.token_ids
+        ]
+        asked.learn({"prompt_token_ids": [*known.tokens, *asked.delta], "token_ids": said})
+        made = await stub.ForkSession(pb.ForkSessionRequest(session_id=known.id, at=5))
+        await client.extend(Known(made.id, known.tokens[:5]))
+        await client.extend(known)
+        told = await stub.GetSession(pb.GetSessionRequest(session_id=known.id))
+        assert (told.position, told.has_pending, told.state) == (known.position, True, pb.SESSION_STATE_IDLE)
+        await stub.CloseSession(pb.CloseSessionRequest(session_id=known.id))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetSession(pb.GetSessionRequest(session_id=known.id))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_session_is_busy_everywhere_and_a_close_elsewhere_ends_its_generation(service: ServiceProcess) -> None:

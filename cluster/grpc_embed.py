@@ -1,0 +1,46 @@
+"""The RPC of vectors: what POST /v1/embeddings does, in messages."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from typing import Final
+
+from cluster.answer_maker import AnswerMaker
+from cluster.embeddings import Vectors, embed, plan_embeddings
+from cluster.grpc_bodies import embedding_body
+from cluster.grpc_calls import Calls
+from cluster.grpc_status import Call, CallStatus
+from protos import inference_pb2 as pb
+
+EMBED: Final = "raycomb.v1.Inference/Embed"
+
+
+class GrpcEmbed:
+    """Owner: the gRPC service."""
+
+    def __init__(self, maker: AnswerMaker, calls: Calls) -> None:
+        self._maker = maker
+        self._calls = calls
+
+    async def embed(self, request: pb.EmbedRequest, call: Call) -> pb.EmbedResponse:
+        """Tells a failure through `call`; cancelled, or where its time is over, nothing of it goes on."""
+        service = self._maker.service
+        with CallStatus(call) as status, ExitStack() as held:
+            with service.meter.admission():
+                terms = self._calls.admit_for_tokens(EMBED, request, call, status, held).terms
+                async with asyncio.timeout(terms.left_s):
+                    body = await self._calls.body(request, embedding_body)
+                    plan = await plan_embeddings(self._maker, body, terms)
+            meter = service.meter.request(terms)
+            with meter:
+                async with asyncio.timeout(terms.patience_s):
+                    vectors = await embed(service.fleet, plan)
+                    meter.prompt(vectors.num_tokens)
+                    return await self._maker.threads.run(vectors.rows.size, lambda: _told(vectors))
+        return pb.EmbedResponse()
+
+
+def _told(vectors: Vectors) -> pb.EmbedResponse:
+    rows = [pb.Vector(values=row) for row in vectors.rows.tolist()]
+    return pb.EmbedResponse(vectors=rows, usage=pb.Usage(prompt_tokens=vectors.num_tokens))
