@@ -59,11 +59,13 @@ class Begun:
 
 @dataclass(slots=True)
 class _OpenTurn:
-    """A generation that has the session until `until` on the monotonic clock, and then until another begins."""
+    """A generation that has the session until `until` on the monotonic clock, and then until another begins. One that
+    is over is kept as long: its end may be told twice."""
 
     id: str
     delta: array[int]
     until: float
+    is_over: bool = False
 
 
 @dataclass(slots=True)
@@ -182,16 +184,19 @@ class Sessions:
 
     def end(self, turn_id: str, generated: Sequence[int], *, failed: bool) -> bool:
         """Give the session back with what was generated, whose absence leaves it as it was; `failed` on the side of the
-        workers, and it takes no more. Gives whether the session has it: not where the generation had lost it."""
+        workers, and it takes no more. Gives whether the session has it: not where the generation had lost it. The
+        second time, which changes nothing, it gives the same."""
         session = self._by_turn.get(turn_id)
         if session is None or session.turn is None:
             return False
+        if session.turn.is_over:
+            return True
         if generated:
             session.tokens += session.turn.delta
             session.tokens.extend(generated)
             session.has_pending = True
         session.failed = failed
-        self._drop_turn(session)
+        session.turn.is_over, session.turn.delta = True, array("I")
         self._use(session)
         return True
 
@@ -208,7 +213,8 @@ class Sessions:
         return SessionView(session.id, session.created, state, session.position, session.has_pending)
 
     def _is_busy(self, session: _Session) -> bool:
-        return session.turn is not None and session.turn.until > self._clock()
+        turn = session.turn
+        return turn is not None and not turn.is_over and turn.until > self._clock()
 
     def _add(self, session: _Session) -> SessionView:
         mine = len(self.of(session.account))

@@ -71,8 +71,20 @@ def test_a_generation_that_is_late_still_counts_where_nobody_took_its_session() 
     late = sessions.begin(session, "", [1, 2], 4, 64)
     clock.now += 30
     assert sessions.end(late.turn_id, [3], failed=False)
-    assert not sessions.end(late.turn_id, [3], failed=False)
     assert (sessions.get(session, "").position, sessions.get(session, "").has_pending) == (2, True)
+
+
+def test_an_end_that_is_told_twice_counts_once() -> None:
+    sessions = Sessions(LIMITS)
+    session = sessions.open("").id
+    turn = sessions.begin(session, "", [1, 2], 4, 64)
+    for _ in range(2):
+        assert sessions.end(turn.turn_id, [3], failed=False)
+        assert sessions.get(session, "").position == 2
+        assert sessions.renew([turn.turn_id]) == []
+    following = sessions.begin(session, "", [4], 4, 64)
+    assert not sessions.end(turn.turn_id, [3], failed=False)
+    assert following.history.tolist() == [1, 2, 3]
 
 
 def test_a_tree_of_forks_takes_the_cells_of_its_distinct_tokens() -> None:
