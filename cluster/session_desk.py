@@ -23,7 +23,7 @@ RENEW_S: Final = 0.5
 """Also how long it takes at most until a gateway hears that another one has closed a session."""
 
 AGAIN_S: Final = 0.2
-KEPT_WITHIN_S: Final = 5.0
+KEPT_WITHIN_S: Final = 30.0
 """What serves a client waits so long for the owner to have what was generated; the desk goes on trying."""
 
 GONE_WITHIN_S: Final = 5.0

@@ -16,7 +16,7 @@ from planner.errors import RequestRefused, Unavailable
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-ANSWER_WITHIN_S: Final = 4.0
+ANSWER_WITHIN_S: Final = 8.0
 """Below the lease, so that a renewal that fails leaves time for another."""
 
 P = ParamSpec("P")
