@@ -143,8 +143,14 @@ async def grpc_desk(
 ) -> AsyncIterator[GrpcDesk]:
     fleet = fleet or FakeFleet(MODEL, script or says("hi there"))
     health = Health(fleet)
-    told = {"model_name": "tiny", "sessions": sessions, "tracer": tracer or NoOpTracer()}
-    service = Service(fleet, text, ApiSettings(**settings), **told)
+    service = Service(
+        fleet,
+        text,
+        ApiSettings(**settings),
+        model_name="tiny",
+        sessions=sessions,
+        tracer=tracer or NoOpTracer(),
+    )
     methods = Methods(AnswerMaker(service), health)
     front = FrontServer(methods)
     add_services(methods, front)

@@ -89,8 +89,14 @@ async def desk(
     **settings: Any,
 ) -> AsyncIterator[Desk]:
     fleet = fleet or FakeFleet(model, script or says("hi there"))
-    told = {"model_name": "tiny", "sessions": sessions, "tracer": tracer or NoOpTracer()}
-    service = Service(fleet, text, ApiSettings(**settings), **told)
+    service = Service(
+        fleet,
+        text,
+        ApiSettings(**settings),
+        model_name="tiny",
+        sessions=sessions,
+        tracer=tracer or NoOpTracer(),
+    )
     app = create_app(AnswerMaker(service))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
