@@ -17,7 +17,7 @@ from tests.service_process import ServiceProcess, running_service, tiny_checkpoi
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
-NUM_LINES = 60
+NUM_LINES = 36
 LINE_TOKENS = 60  # more than a second at the fake's pace
 CHAT_TOKENS = 5
 URL = "/v1/chat/completions"
