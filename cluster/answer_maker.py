@@ -116,7 +116,7 @@ class AnswerMaker:
         """The answer that goes on with a session behind the body's prompt, which is one text or list of token ids.
 
         Raises `RequestRefused`; the session is then as it was. Close the answer, and the session is free again."""
-        session = await self.sessions.get(session_id, account)
+        given, session = body, await self.sessions.get(session_id, account)
         model, name = self.model(body.model)
         text = self.service.text
         if body.echo or body.num_made > 1 or body.truncate_prompt_tokens is not None:
@@ -132,6 +132,9 @@ class AnswerMaker:
         extras = await self._extras(body, requested_form(body))
         delta = deltas[0].ids
         turn = await self.sessions.begin(session_id, account, delta, body.max_tokens, model.context)
+        if session.is_empty and turn.history:  # somebody was faster, and the delta was encoded as a beginning
+            await turn.end()
+            return await self.extension(given, session_id, account, terms)
         try:
             prompt = EncodedPrompt([*turn.history, *delta])
             plans = on_terms(terms, plan_completion(body, [prompt], model, text.eos_ids, self.service.settings, extras))

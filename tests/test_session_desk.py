@@ -8,15 +8,20 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from cluster.session_desk import RENEW_S, SessionDesk
-from cluster.sessions import SessionLimits, SessionState
+from cluster.session_owner import LocalOwner
+from cluster.sessions import SessionLimits, Sessions, SessionState, SessionView
+from cluster.text import TextModel
 from planner.errors import QueueFull, SessionBusy, Unavailable, UnknownSession
 from tests.http_desk import TEXT, Desk, RawClient, desk, refusal, says, until
 from tests.session_rig import KeeperHandle, remote_owner
+from tests.tiny_text import EOS, SPECIALS, tiny_tokenizer
 
 SHORT_LEASE = SessionLimits(max_sessions=4, max_per_account=2, idle_s=600.0, lease_s=0.8)
 COMPLETIONS = "/v1/completions"
+BOS = 1
 
 
 @contextlib.asynccontextmanager
@@ -173,6 +178,37 @@ async def test_an_owner_that_says_nothing_is_waited_for_a_while() -> None:
     handle.gate.clear()
     with pytest.raises(Unavailable, match="does not answer: TimeoutError"):
         await remote_owner(handle, patience_s=0.05).open("")
+
+
+class LateOwner(LocalOwner):
+    """Tells of a session as it was before somebody's first generation on it, once."""
+
+    stale: SessionView | None = None
+
+    async def get(self, session_id: str, account: str) -> SessionView:
+        stale, self.stale = self.stale, None
+        return stale or await super().get(session_id, account)
+
+
+def beginning_with_a_token() -> TextModel:
+    tokenizer = tiny_tokenizer()
+    start = SPECIALS[BOS]
+    tokenizer.post_processor = TemplateProcessing(single=f"{start} $A", special_tokens=[(start, BOS)])
+    return TextModel(tokenizer, eos_ids=frozenset({EOS}), chat_template=None)
+
+
+async def test_a_text_is_the_beginning_of_a_session_only_where_it_is() -> None:
+    owner = LateOwner(Sessions(SHORT_LEASE))
+    async with desk(says("hi"), text=beginning_with_a_token(), sessions=owner) as d:
+        session = (await d.post("/v1/sessions")).json()["id"]
+        stale = await owner.get(session, "")
+        await d.post(COMPLETIONS, prompt="ab", max_tokens=1, session_id=session)
+        first = d.fleet.requests[0].prompt.tolist()
+        assert first == [BOS, *TEXT.encode("ab")]
+        owner.stale = stale
+        assert (await d.post(COMPLETIONS, prompt="ab", max_tokens=1, session_id=session)).status_code == 200
+        assert d.fleet.requests[1].prompt.tolist() == [*first, TEXT.encode("hi")[0], *TEXT.encode("ab")]
+        assert (await owner.get(session, "")).state is SessionState.IDLE
 
 
 async def test_a_session_is_unknown_to_another_account() -> None:
