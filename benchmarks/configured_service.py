@@ -17,6 +17,7 @@ from typing import Any
 
 from cluster.config import service_config
 from cluster.front import Front, choose_front, front_environment
+from cluster.haproxy_script import LOOPBACK
 from tests.service_process import ServiceProcess, running_service
 
 READY_WITHIN_S = 240.0
@@ -51,7 +52,9 @@ def main() -> int:
         os.environ.update(variables)
         from cluster.local_service import LocalService  # imports Ray, which reads the environment at import
 
-        return LocalService(config, host="127.0.0.1", port=args.port, grpc_port=args.grpc_port).run(None)
+        return LocalService(config, host=LOOPBACK, inner_host=LOOPBACK, port=args.port, grpc_port=args.grpc_port).run(
+            None
+        )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import random
-import shlex
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
+from cluster.haproxy_script import haproxy_script
 from planner.errors import InvalidConfiguration
 
 DEFAULT_GRPC_PORT = 9000
@@ -23,8 +23,6 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 FIRST_HTTP_PORT, FIRST_GRPC_PORT = 30_000, 40_000
 PORTS_OF_A_BLOCK, NUM_BLOCKS = 100, 20
 PORTS_TO_CHOOSE_FROM = range(20_000, FIRST_HTTP_PORT)
-HEADERS_WITHIN_S = 10
-"""HAProxy gives a client so long for the headers of a request; bodies have a limit of their own at the gateway."""
 
 HAPROXY_SETTINGS = {
     # It cuts what is older than this when its set of gateways changes; no answer takes so long.
@@ -64,9 +62,10 @@ def choose_front(wish: Front) -> Front:
 
 
 @contextmanager
-def front_environment(front: Front) -> Iterator[dict[str, str]]:
+def front_environment(front: Front, listen_at: str | None = None) -> Iterator[dict[str, str]]:
     """Variables for the process that starts Ray, good while the block lasts. Each service gets HAProxy files and ports
-    of its own, so that two on one machine do not meet."""
+    of its own, so that two on one machine do not meet. `listen_at`: where HAProxy lets clients in, if Serve is told to
+    listen at the loopback address alone (`cluster.haproxy_script`)."""
     if front is Front.PYTHON:
         yield {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0", **RAYLET_SETTINGS}
         return
@@ -86,7 +85,9 @@ def front_environment(front: Front) -> Iterator[dict[str, str]]:
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-            "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy_script(Path(folder), get_haproxy_binary())),
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(
+                haproxy_script(Path(folder), get_haproxy_binary(), listen_at=listen_at)
+            ),
             **HAPROXY_SETTINGS,
             **RAYLET_SETTINGS,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
@@ -115,30 +116,6 @@ def _block_of_ports() -> Iterator[int]:
             yield block
             return
     raise InvalidConfiguration(f"{NUM_BLOCKS} services run behind HAProxy on this machine already; no ports are left")
-
-
-def haproxy_script(folder: Path, binary: str, headers_within_s: int = HEADERS_WITHIN_S) -> Path:
-    """A script that runs `binary` with two things set right that Serve has no settings for.
-
-    Serve's template turns splicing on. HAProxy 2.8 then misses that a client left while its request, whose body came
-    in a packet of its own, was being answered: 13 of 30 such requests ran on to their end, and none without splicing.
-
-    It also gives a client an hour for the headers of a request, so some thousand idle sockets would take all
-    connections. The script puts a limit into the configuration that Serve has just written.
-    """
-    script = folder / "haproxy"
-    limit = f"s/^defaults$/&\\n    timeout http-request {headers_within_s}s/"
-    script.write_text(
-        "#!/bin/sh\n"
-        "before=\n"
-        "for word; do\n"
-        f'  [ "$before" != -f ] || grep -q \'timeout http-request\' "$word" || sed -i \'{limit}\' "$word"\n'
-        '  before="$word"\n'
-        "done\n"
-        f'exec {shlex.quote(binary)} -dS "$@"\n'
-    )
-    script.chmod(0o755)
-    return script
 
 
 def free_ports(count: int) -> list[int]:

@@ -41,11 +41,15 @@ logger = logging.getLogger(__name__)
 
 
 class LocalService:
-    """One run of `raycomb serve`, on the main thread. It only ever waits in turns, so that a signal is seen at once."""
+    """One run of `raycomb serve`, on the main thread. It only ever waits in turns, so that a signal is seen at once.
 
-    def __init__(self, config: ServiceConfig, *, host: str, port: int, grpc_port: int | None) -> None:
+    Clients come to `host`; `inner_host` is where Serve is told to listen.
+    """
+
+    def __init__(self, config: ServiceConfig, *, host: str, inner_host: str, port: int, grpc_port: int | None) -> None:
         self._config = config
         self._host = host
+        self._inner_host = inner_host
         self._port = port
         self._grpc_port = grpc_port
         self._joins_cluster = bool(os.environ.get("RAY_ADDRESS"))
@@ -123,7 +127,7 @@ class LocalService:
         """The application while it is deployed. Nothing here waits for it to run."""
         try:
             serve.start(
-                http_options={"host": self._host, "port": self._port},
+                http_options={"host": self._inner_host, "port": self._port},
                 grpc_options=self._grpc_options(),
                 logging_config=self._logging(),
             )

@@ -10,7 +10,8 @@ import shlex
 from pathlib import Path
 from typing import Final
 
-from cluster.front import HAPROXY_SETTINGS, RAYLET_SETTINGS, Front, choose_front, haproxy_script
+from cluster.front import HAPROXY_SETTINGS, RAYLET_SETTINGS, Front, choose_front
+from cluster.haproxy_script import haproxy_script
 
 FOLDER = Path.home() / ".raycomb"
 HTTP_PORTS: Final = (29_000, 29_999)

@@ -14,6 +14,7 @@ from cluster.checkpoints import name_on_every_node, resolve
 from cluster.config import ServiceConfig, service_config
 from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
 from cluster.front import DEFAULT_GRPC_PORT, Front, check_port, choose_front, choose_grpc_port, front_environment
+from cluster.haproxy_script import LOOPBACK
 from cluster.terminal import report
 from cluster.text import load_text
 from planner.errors import InvalidConfiguration
@@ -112,12 +113,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Serve until a signal comes; the exit code. Raises `SetupError` when it cannot be."""
     plan = make_plan(args)
-    with front_environment(plan.front) as variables:
+    with front_environment(plan.front, plan.host) as variables:
+        inner_host = plan.host
         if not os.environ.get("RAY_ADDRESS"):  # a cluster that runs already has its front already
             os.environ.update(variables)
+            if plan.front is Front.HAPROXY:  # on this host alone
+                inner_host = LOOPBACK
         from cluster.local_service import LocalService  # imports Ray, which reads the environment at import
 
-        return LocalService(plan.service, host=plan.host, port=plan.port, grpc_port=plan.grpc_port).run(plan.ask)
+        service = LocalService(
+            plan.service, host=plan.host, inner_host=inner_host, port=plan.port, grpc_port=plan.grpc_port
+        )
+        return service.run(plan.ask)
 
 
 def make_plan(args: argparse.Namespace) -> ServePlan:

