@@ -52,9 +52,8 @@ def main() -> int:
         os.environ.update(variables)
         from cluster.local_service import LocalService  # imports Ray, which reads the environment at import
 
-        return LocalService(config, host=LOOPBACK, inner_host=LOOPBACK, port=args.port, grpc_port=args.grpc_port).run(
-            None
-        )
+        ports = {"port": args.port, "grpc_port": args.grpc_port}
+        return LocalService(config, host=LOOPBACK, inner_host=LOOPBACK, **ports).run(None)
 
 
 if __name__ == "__main__":

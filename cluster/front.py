@@ -77,6 +77,7 @@ def front_environment(front: Front, listen_at: str | None = None) -> Iterator[di
         tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         _block_of_ports() as block,
     ):
+        script = haproxy_script(Path(folder), get_haproxy_binary(), listen_at=listen_at)
         yield {
             "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(FIRST_HTTP_PORT + block + 1),
             "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(FIRST_HTTP_PORT + block + PORTS_OF_A_BLOCK - 1),
@@ -85,9 +86,7 @@ def front_environment(front: Front, listen_at: str | None = None) -> Iterator[di
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-            "RAY_SERVE_HAPROXY_BINARY_PATH": str(
-                haproxy_script(Path(folder), get_haproxy_binary(), listen_at=listen_at)
-            ),
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(script),
             **HAPROXY_SETTINGS,
             **RAYLET_SETTINGS,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
