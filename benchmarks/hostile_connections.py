@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from enum import Enum
 from typing import Final
 
@@ -37,7 +37,8 @@ class Manner(Enum):
 
 @asynccontextmanager
 async def hostile_connections(host: str, port: int, count: int, seed: int) -> AsyncIterator[list[Manner]]:
-    """`count` of them, in all manners evenly, each opened anew when the service has closed it; gone with the block."""
+    """`count` of them, in all manners evenly, each opened anew a second after the service has closed it; gone
+    with the block."""
     manners = [list(Manner)[number % len(Manner)] for number in range(count)]
     chance = random.Random(seed)
     tasks = [asyncio.create_task(_again(host, port, manner, chance.random() * DRIP_S)) for manner in manners]
@@ -52,10 +53,9 @@ async def hostile_connections(host: str, port: int, count: int, seed: int) -> As
 async def _again(host: str, port: int, manner: Manner, delay_s: float) -> None:
     await asyncio.sleep(delay_s)
     while True:
-        try:
+        with suppress(OSError):
             await behave(host, port, manner)
-        except OSError:
-            await asyncio.sleep(DRIP_S)
+        await asyncio.sleep(DRIP_S)  # one that is turned away at once would be a flood otherwise
 
 
 async def behave(host: str, port: int, manner: Manner) -> bytes:

@@ -25,6 +25,11 @@ MAX_ONGOING_REQUESTS = 100_000
 
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
+GATEWAY_HEALTH_CHECK_TIMEOUT_S = 40.0
+"""Of a gateway, which Serve replaces when three checks in a row are not answered in time. One that clients keep too busy
+to answer must not be: its clients would come to the others, which would be next. A gateway that died is seen at once all
+the same, and one that is frozen HAProxy passes over within 10 s."""
+
 SHUTDOWN_MARGIN_S = 5.0
 
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "50000"}
@@ -67,7 +72,7 @@ def build_application(config: ServiceConfig) -> Application:
         ray_actor_options={"num_cpus": config.gateway_cpus},
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        health_check_timeout_s=GATEWAY_HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.drain_timeout_s + SHUTDOWN_MARGIN_S,
         max_surge_percent=100,  # they are cheap; an old one goes when its successor can serve

@@ -24,8 +24,8 @@ def haproxy_script(
       whose body came in a packet of its own, was being answered: 13 of 30 such requests ran on to their end.
     * Headers have a time limit. They had an hour, so some thousand idle sockets would take all connections.
     * Statistics are for this host alone.
-    * With `listen_at`, an address, clients are let in there, and Serve is told `LOOPBACK`: that is where its gateways then
-      listen, which know no limit to headers. For a cluster of one host.
+    * With `listen_at`, an address, clients are let in there, and Serve is told `LOOPBACK`: that is where its gateways
+      then listen, which know no limit to headers. For a cluster of one host.
     """
     changes = [rf"s/^  bind \*:\([0-9]*\)$/  bind {LOOPBACK}:\1/"]
     if listen_at is not None:
