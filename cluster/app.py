@@ -26,8 +26,8 @@ MAX_ONGOING_REQUESTS = 100_000
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 GATEWAY_HEALTH_CHECK_TIMEOUT_S = 40.0
-"""Of a gateway, which Serve replaces when three checks in a row are not answered in time. One that clients keep too busy
-to answer must not be: its clients would come to the others, which would be next. A gateway that died is seen at once all
+"""Of a gateway, which Serve replaces when three checks in a row are not answered in time. One that clients keep too
+busy to answer must not be: they would come to the others, which would be next. A gateway that died is seen at once all
 the same, and one that is frozen HAProxy passes over within 10 s."""
 
 SHUTDOWN_MARGIN_S = 5.0
