@@ -54,7 +54,18 @@ MESSAGES: Final = (
     ("Detokenize", pb.DetokenizeRequest(token_ids=[5, 6])),
     ("ListModels", pb.ListModelsRequest()),
 )
-STRANGE_HEADERS: Final = (b"transfer-encoding: chunked", b"connection: upgrade", b"x: " + b"y" * 9000)
+STRANGE_HEADERS: Final = (
+    b"transfer-encoding: chunked",
+    b"connection: upgrade",
+    b"x: " + b"y" * 9000,
+    b"x-request-id: \xff",
+    b"x-session-id: \xff",
+    b"x-request-timeout-seconds: \xff",
+    b"x-request-disconnect-disabled: ?1",
+    b"serve_multiplexed_model_id: \xff",
+    b"traceparent: \xff",
+    b"authorization: \xff",
+)
 METHODS: Final = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "BREW")
 STRANGE_PATHS: Final = ("/", "//", "/v1", "/%00", "/v1/completions/", "/..%2f..", "/debug/kv", "/v1/models/x/y", "*")
 

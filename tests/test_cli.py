@@ -18,7 +18,7 @@ from cluster.cli import main, serve_parser
 from cluster.config import ServiceConfig, decide_device, load_executor_factory, service_config
 from cluster.deploy_errors import setup_error_in, start_ray
 from cluster.engine_flags import engine_config
-from cluster.front import RAYLET_SETTINGS, Front, check_port, choose_front, free_ports, front_environment
+from cluster.front import COMMON_SETTINGS, Front, check_port, choose_front, free_ports, front_environment
 from cluster.serve_command import make_plan
 from cluster.settings_sources import merged_tokens
 from cluster.stop_signals import StopSignals
@@ -205,11 +205,11 @@ def test_a_taken_port_is_refused_before_anything_starts(taken_port: int) -> None
 def test_the_front_that_is_asked_for_is_the_one_that_is_set_up() -> None:
     with front_environment(choose_front(Front.PYTHON)) as variables:
         assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
-        assert variables.items() >= RAYLET_SETTINGS.items()
+        assert variables.items() >= COMMON_SETTINGS.items()
     with front_environment(Front.HAPROXY) as variables:
         folder = Path(variables["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
         assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == variables["RAY_SERVE_ENABLE_DIRECT_INGRESS"] == "1"
-        assert variables.items() >= RAYLET_SETTINGS.items()
+        assert variables.items() >= COMMON_SETTINGS.items()
         assert folder.is_dir()
     assert not folder.exists()
 
@@ -217,7 +217,7 @@ def test_the_front_that_is_asked_for_is_the_one_that_is_set_up() -> None:
 def test_two_fronts_on_one_machine_share_no_file_and_no_port() -> None:
     with front_environment(Front.HAPROXY) as one, front_environment(Front.HAPROXY) as other:
         shared = {name for name in one if one[name] == other[name]}
-    assert not [name for name in shared if any(word in name for word in ("PORT", "SOCKET", "STATE", "LOC"))]
+    assert not [name for name in shared if any(word in name for word in ("_PORT", "SOCKET", "STATE", "LOC"))]
 
 
 def test_the_first_signal_asks_for_an_end_and_the_second_insists() -> None:
