@@ -20,6 +20,7 @@ async def traffic(client: httpx.AsyncClient) -> None:
     """Requests that end in several ways, one after the other."""
     await client.post("/v1/completions", json=BODY)
     await client.post("/v1/completions", json=BODY | {"temperature": -1})
+    await client.post("/v1/completions", json=BODY | {"max_tokens": 500}, headers={"x-request-timeout-ms": "200"})
     try:
         await client.post("/v1/completions", json=BODY | {"max_tokens": 500}, timeout=0.3)
     except httpx.TimeoutException:

@@ -90,17 +90,32 @@ async def test_a_chat_and_an_error_go_through_the_front(service: ServiceProcess)
         assert (await client.get("/ready")).status_code == 200
 
 
+async def test_headers_that_are_no_text_or_too_many_are_no_failure_of_the_service(service: ServiceProcess) -> None:
+    async with client_of(service) as client:
+
+        async def status(name: bytes, value: bytes) -> int:
+            return (await client.post("/v1/completions", json=body(2), headers=[(name, value)])).status_code
+
+        for name in (b"x-request-id", b"x-request-timeout-seconds", b"serve_multiplexed_model_id", b"traceparent"):
+            assert await status(name, b"\xff") == 200, name
+        assert await status(b"x-session-id", b"\xff") == 400
+        assert await status(b"x", b"y" * 40_000) in (400, 431)  # HAProxy's own limit says the first
+
+
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
 async def test_clients_that_leave_free_their_seats(service: ServiceProcess, stream: bool) -> None:
-    """Both workers have four seats each; whoever comes after eight that left must not wait for them."""
+    """Both workers have four seats each; whoever comes after eight that left must not wait for them. The header would
+    have Serve not look whether they leave."""
+    order = {"x-request-disconnect-disabled": "?1"}
     async with client_of(service) as client:
         for _ in range(8):
             if stream:
-                async with client.stream("POST", "/v1/completions", json=body(LONG, stream=True)) as response:
+                long = body(LONG, stream=True)
+                async with client.stream("POST", "/v1/completions", json=long, headers=order) as response:
                     await anext(events_of(response))
             else:
                 with pytest.raises(httpx.ReadTimeout):
-                    await client.post("/v1/completions", json=body(LONG), timeout=0.4)
+                    await client.post("/v1/completions", json=body(LONG), headers=order, timeout=0.4)
         started_at = time.monotonic()
         answers = await asyncio.gather(*(client.post("/v1/completions", json=body(2)) for _ in range(4)))
         assert all(answer.status_code == 200 for answer in answers)
