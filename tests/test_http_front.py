@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.http_front import MAX_HEADER_BYTES, HeaderGuard, middlewares
+from cluster.http_front import MAX_HEADER_BYTES, HeaderGuard, has_left, middlewares
+from tests.listening import eventually, listening
 
 
 class Seen:
@@ -58,6 +60,28 @@ async def test_clients_give_no_orders_to_serve(name: bytes) -> None:
 async def test_an_id_that_is_no_text_is_none_and_a_session_that_is_none_is_refused() -> None:
     assert await asked((b"x-request-id", b"\xff")) == (200, [])
     assert await asked((b"x-session-id", b"\xff")) == (400, None)
+
+
+async def test_nothing_is_done_for_a_client_that_hung_up_behind_its_request() -> None:
+    """With uvicorn, whose word on it is read from where it keeps it."""
+    seen, arrived = Seen(), asyncio.Event()
+
+    class Arrivals:
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            writer.transport.abort()
+            arrived.set()
+            await eventually(lambda: has_left(receive))
+            await HeaderGuard(seen)(scope, receive, send)
+            ended.set()
+
+    ended = asyncio.Event()
+    async with listening(Arrivals()) as url:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rstrip("/").rpartition(":")[2]))
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        async with asyncio.timeout(10):
+            await arrived.wait()
+            await ended.wait()
+    assert seen.headers is None
 
 
 async def test_more_headers_than_anybody_needs_are_refused() -> None:
