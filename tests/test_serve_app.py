@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +99,8 @@ async def test_headers_that_are_no_text_or_too_many_are_no_failure_of_the_servic
         for name in (b"x-request-id", b"x-request-timeout-seconds", b"serve_multiplexed_model_id", b"traceparent"):
             assert await status(name, b"\xff") == 200, name
         assert await status(b"x-session-id", b"\xff") == 400
-        try:
+        with suppress(httpx.ReadError):  # HAProxy closes on what it has not read, and its answer may be lost
             assert await status(b"x", b"y" * 40_000) in (400, 431)  # HAProxy's own limit says the first
-        except httpx.ReadError:
-            pass  # HAProxy closes on what it has not read, and its answer may be lost
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
