@@ -53,6 +53,7 @@ class SteppingExecutor:
     """A `worker.executor.Executor`. A step ends `step_s` seconds after its launch."""
 
     max_steps_in_flight = 1
+    adapters = None
 
     def __init__(self, info: ProgramInfo, step_s: float = STEP_S) -> None:
         self.info = info
