@@ -60,6 +60,14 @@ async def test_usage_comes_once_with_the_last_message_and_once_with_the_end_of_e
             {"prompt": "hello", "logit_bias": {"7": -100.0}, "stop_token_ids": [9], "ignore_eos": True, "priority": -2},
         ),
         ({"prompt": "hello", "min_tokens": 2, "add_special_tokens": False}, {"prompt": "hello", "min_tokens": 2}),
+        (
+            {"prompt": "hello", "bad_words": ["you"], "stop": ["there"], "include_stop_str_in_output": True},
+            {"prompt": "hello", "bad_words": ["you"], "stop": ["there"], "include_stop_str_in_output": True},
+        ),
+        (
+            {"prompt": "hello world", "truncate_prompt_tokens": 2},
+            {"prompt": "hello world", "truncate_prompt_tokens": 2},
+        ),
     ],
 )
 async def test_grpc_and_http_ask_workers_the_same_and_say_the_same(fields: Any, body: Any) -> None:

@@ -80,6 +80,31 @@ async def test_texts_tokens_and_models_are_told(service: ServiceProcess) -> None
         assert [model.name for model in listed.models] == ["tiny"]
 
 
+async def test_vectors_come_through_the_front(service: ServiceProcess) -> None:
+    async with inference_of(service) as stub, httpx.AsyncClient(base_url=service.url, timeout=30) as http:
+        told = await stub.Embed(pb.EmbedRequest(texts=["hello", "hello world"]))
+        answer = (await http.post("/v1/embeddings", json={"input": ["hello", "hello world"]})).json()
+    assert [list(one.values) for one in told.vectors] == [pytest.approx(one["embedding"]) for one in answer["data"]]
+
+
+async def test_a_session_goes_on_through_the_front(service: ServiceProcess) -> None:
+    async with inference_of(service) as stub:
+        session = await stub.OpenSession(pb.OpenSessionRequest())
+        for _ in range(2):
+            async for _ in stub.Generate(request(session_id=session.id, max_tokens=5, ignore_eos=True)):
+                pass
+        fork = await stub.ForkSession(pb.ForkSessionRequest(session_id=session.id, at=3))
+        told = {each.id: each.position for each in (await stub.ListSessions(pb.ListSessionsRequest())).sessions}
+        assert told[fork.id] == 3
+        assert told[session.id] == 2 * (1 + 5) - 1
+        for each in (session, fork):
+            await stub.CloseSession(pb.CloseSessionRequest(session_id=each.id))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.CloseSession(pb.CloseSessionRequest(session_id=fork.id))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert trailer(caught.value, "error-code") == "session_not_found"
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [
