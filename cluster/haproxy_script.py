@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Final
+
+from cluster.errors import envelope, retry_after_s
+from planner.errors import Unavailable
 
 HEADERS_WITHIN_S: Final = 10
 """A client has so long for the headers of a request; bodies have a limit of their own at the gateway."""
 
 LOOPBACK: Final = "127.0.0.1"
 """Where Serve, its gateways and its proxy in Python listen when clients come to HAProxy alone."""
+
+NO_GATEWAY: Final = Unavailable("no gateway could answer: all are starting or gone, or this one went meanwhile")
 
 DONE: Final = "# set right for Raycomb"
 
@@ -24,10 +30,16 @@ def haproxy_script(
       whose body came in a packet of its own, was being answered: 13 of 30 such requests ran on to their end.
     * Headers have a time limit. They had an hour, so some thousand idle sockets would take all connections.
     * Statistics are for this host alone.
+    * Where no gateway can answer, HAProxy says so in the words of our errors. Serve has it say 500, which to clients of
+      gRPC is UNKNOWN; it says 503, and so UNAVAILABLE.
     * With `listen_at`, an address, clients are let in there, and Serve is told `LOOPBACK`: that is where its gateways
       then listen, which know no limit to headers. For a cluster of one host.
     """
-    changes = [rf"s/^  bind \*:\([0-9]*\)$/  bind {LOOPBACK}:\1/"]
+    (folder / "503.http").write_bytes(nobody_answers())
+    changes = [
+        rf"s/^  bind \*:\([0-9]*\)$/  bind {LOOPBACK}:\1/",
+        rf"s|^    errorfile \([0-9]*\) .*|    errorfile \1 {folder}/503.http|",
+    ]
     if listen_at is not None:
         changes.append(rf"s/^    bind {LOOPBACK}:\([0-9]*\)/    bind {bind_address(listen_at)}:\1/")
         changes.append(rf"s/^    bind :\([0-9]*\)$/    bind {LOOPBACK}:\1/")
@@ -48,6 +60,14 @@ def haproxy_script(
     )
     script.chmod(0o755)
     return script
+
+
+def nobody_answers() -> bytes:
+    """A whole HTTP response, as HAProxy's error files are."""
+    body = json.dumps(envelope(NO_GATEWAY)).encode()
+    lines = ["HTTP/1.1 503 Service Unavailable", "content-type: application/json", f"content-length: {len(body)}"]
+    lines += [f"retry-after: {retry_after_s(NO_GATEWAY)}", "connection: close", "", ""]
+    return "\r\n".join(lines).encode() + body
 
 
 def bind_address(host: str) -> str:
