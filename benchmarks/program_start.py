@@ -25,6 +25,8 @@ from cluster.checkpoints import resolve
 PROMPT = list(range(100, 132))
 SIZES = (1, 2, 5, 16, 40, 130)
 NUM_TOKENS = 6
+LONGER, FEW_CELLS = 24, 90
+"""Answers of so many tokens, to all prompts but the longest, begin together in so many cells and outgrow them."""
 
 
 def first_token(start: str, model: str) -> None:
@@ -91,14 +93,18 @@ def compare(program: str, model: str) -> dict[str, bool]:
     def requests(n: int = 1) -> Sequence[Request]:
         return [request(prompt, NUM_TOKENS, SamplingParams(temperature=0.0), n=n) for prompt in prompts]
 
-    expected = Rig(engine(model, 2048)).answer_alone(requests())
+    def longer() -> Sequence[Request]:
+        return [request(prompt, LONGER, SamplingParams(temperature=0.0)) for prompt in prompts[:-1]]
+
+    eager = Rig(engine(model, 2048))
+    expected, expected_of_longer = eager.answer_alone(requests()), eager.answer_alone(longer())
     roomy = engine(program, 2048)
-    cramped = Rig(engine(program, 140))
+    cramped = Rig(engine(program, FEW_CELLS))
     same = {
         "alone": Rig(roomy).answer_alone(requests()) == expected,
         "batched": Rig(roomy).answer(requests()) == expected,
         "chunks of 8": Rig(roomy, prefill_chunk_tokens=8).answer(requests()) == expected,
-        "preempted": cramped.answer(requests()) == expected and cramped.planner.metrics.num_preemptions > 0,
+        "preempted": cramped.answer(longer()) == expected_of_longer and cramped.planner.metrics.num_preemptions > 0,
         "forked": Rig(roomy).answer(requests(3)) == [answer * 3 for answer in expected],
         "m = 5": Rig(engine(program, 2048, min_prefill_tokens=5)).answer(requests()) == expected,
     }
