@@ -31,7 +31,6 @@ from cluster.bench_offline import GREEDY, OfflineBench
 from cluster.offline_engine import open_offline
 from planner.request import Request, SamplingParams
 from planner.step import Step, StepResult
-from tests.cuda_rig import EagerSteps
 from worker.adapters import AdapterSlots
 from worker.config import EngineConfig
 from worker.cuda_decode import Capture, CudaDecode, Plan, Steps
@@ -41,7 +40,7 @@ from worker.cuda_prefill import PrefillChain
 from worker.decode_plan import AttentionTile, DecodePlan, plan_decode
 from worker.decode_shape import DecodeShape
 from worker.executor import Executor, ProgramInfo
-from worker.graphs import DecodeGraphs, Draw
+from worker.graphs import DecodeGraphs, Draw, LaunchedSteps
 from worker.kv_pool import KvPool
 from worker.models.rope_tables import rope_tables
 from worker.program import load_program
@@ -112,7 +111,7 @@ def base(config: EngineConfig, _: VocabularySource) -> Executor:
 
 
 def eager(config: EngineConfig, _: VocabularySource) -> Executor:
-    return _build(config, capture=EagerSteps)
+    return _build(config, capture=LaunchedSteps)
 
 
 def eager_prefills(config: EngineConfig, _: VocabularySource) -> Executor:

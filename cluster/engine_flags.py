@@ -34,6 +34,7 @@ HELP = {
     "max_waiting_tokens": "tokens of prompts that may wait",
     "tenant_weights": "what tenants get in proportion to each other, as JSON by name; 1 for who is not named",
     "prefix_caching": "keep cells of finished prompts for requests that begin alike",
+    "cuda_graph": "capture decode steps and short prefills on a GPU; without, each of their kernels is launched",
     "enable_lora": "take requests for LoRA adapters beside the model",
     "max_loras": "adapters that are loaded at once, each in a slot of its own",
     "max_lora_rank": "highest rank of an adapter",

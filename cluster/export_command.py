@@ -20,7 +20,7 @@ _OF_ENGINES = frozenset(
     {
         "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "max_waiting",
         "max_waiting_tokens", "tenant_weights", "prefix_caching", "kv_initial_cells", "kv_cache_dtype",
-        "swap_space",
+        "swap_space", "cuda_graph", "enable_lora", "max_loras", "max_lora_rank",
     }
 )  # fmt: skip
 

@@ -21,13 +21,13 @@ from tests.decode_reference import random_weights
 from worker.attention import TorchAttention
 from worker.cell_image import CellLayout
 from worker.cell_rows import SCALED, packed_rows, unpacked_rows
-from worker.cuda_decode import CudaDecode, Steps
+from worker.cuda_decode import Capture, CudaDecode, Steps
 from worker.cuda_executor import CudaExecutor
 from worker.cuda_prefill import PrefillChain
 from worker.decode_shape import decode_shape
 from worker.executor import Executor, ProgramInfo
 from worker.forwards import EagerForwards
-from worker.graphs import DecodeGraphs, Draw
+from worker.graphs import DecodeGraphs, Draw, LaunchedSteps
 from worker.kv_pool import KvPool, bytes_per_cell
 from worker.masks import MaskMaker
 from worker.models.config import ModelConfig
@@ -55,19 +55,6 @@ BIASED = replace(LLAMA, qkv_bias=True, output_bias=True, mlp_bias=True)
 MODELS = {"llama": LLAMA, "qwen3": QWEN3, "qwen2": QWEN2, "mistral": MISTRAL, "biased": BIASED}
 
 
-class EagerSteps:
-    """Decode steps that run when they are replayed, for where nothing can be captured."""
-
-    def __init__(self, step: Callable[[int, Draw], None], widths: Sequence[int], draws: Sequence[Draw]) -> None:
-        self._step, self._widths = step, widths
-
-    def width_for(self, num_rows: int) -> int:
-        return next(width for width in self._widths if width >= num_rows)
-
-    def replay(self, width: int, draw: Draw) -> None:
-        self._step(width, draw)
-
-
 class Captures:
     """Makes steps ready as the device allows, and counts how often."""
 
@@ -76,7 +63,7 @@ class Captures:
 
     def __call__(self, step: Callable[[int, Draw], None], widths: Sequence[int], draws: Sequence[Draw]) -> Steps:
         self.count += 1
-        return EagerSteps(step, widths, draws) if INTERPRETED else DecodeGraphs(step, widths, draws)
+        return LaunchedSteps(step, widths, draws) if INTERPRETED else DecodeGraphs(step, widths, draws)
 
 
 @dataclass(frozen=True)
@@ -157,7 +144,7 @@ def cuda_executor(
     swap_block_cells: int = 4,
     grammars: MaskMaker | None = None,
     pool: KvPool | None = None,
-    captures: Captures | None = None,
+    captures: Capture | None = None,
     captured_widths: tuple[int, ...] = (),
     cell_dtype: torch.dtype | None = None,
 ) -> CudaExecutor:

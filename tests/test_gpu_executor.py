@@ -23,6 +23,7 @@ from planner.request import FinishReason, Pooling, Request, SamplingParams, Toke
 from planner.slices import Method  # noqa: E402
 from tests.cuda_rig import MODELS, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
 from worker.cuda_prefill import PrefillChain  # noqa: E402
+from worker.graphs import LaunchedSteps  # noqa: E402
 from worker.prefill_plan import PrefillPlan  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -236,6 +237,14 @@ def test_captured_prefills_give_the_same_tokens(name: str) -> None:
     padded = {8 if length <= 8 else 32 for length in forwards if length <= 32}
     assert padded == {8, 32}
     assert chains[0].noted[len(captures) :] == eager if not INTERPRETED else set(chains[0].noted) >= {*eager, *padded}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_that_are_launched_and_not_captured_give_the_same_tokens(name: str) -> None:
+    model = tiny_model(name)
+    requests = [request(prompt, NUM_TOKENS) for prompt in prompts(model)]
+    expected = Rig(torch_executor(model)).answer(requests)
+    assert Rig(cuda_executor(model, captures=LaunchedSteps), depth=2).answer(requests) == expected
 
 
 def test_slots_serve_many_sequences_after_one_another(model: Model) -> None:

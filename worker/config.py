@@ -52,6 +52,7 @@ class EngineConfig(BaseModel):
     max_waiting_tokens: int = Field(default=2**24, ge=1)
     tenant_weights: Mapping[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     prefix_caching: bool = True
+    cuda_graph: bool = True
     enable_lora: bool = False
     max_loras: int = Field(default=8, ge=1)
     max_lora_rank: int = Field(default=16, ge=1)

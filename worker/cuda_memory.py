@@ -30,6 +30,7 @@ from worker.cuda_mover import CudaMover
 from worker.cuda_prefill import PrefillChain
 from worker.cuda_swap import PinnedSwap
 from worker.executor import ProgramInfo
+from worker.graphs import DecodeGraphs, LaunchedSteps
 from worker.kernels import CellCopier
 from worker.kv_pool import KvPool
 from worker.masks import MaskMaker
@@ -55,7 +56,8 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
     rotary = cos.to(decoder.device), sin.to(decoder.device)
 
     def make(num_cells: int, initial_cells: int | None = None) -> CudaExecutor:
-        executor = make_cuda_executor(replace(info, num_cells=num_cells), decoder, rotary, initial_cells, grammars)
+        wanted = replace(info, num_cells=num_cells)
+        executor = make_cuda_executor(wanted, decoder, rotary, initial_cells, grammars, with_graphs=config.cuda_graph)
         warm_up(executor, initial_cells or num_cells)
         return executor
 
@@ -88,15 +90,18 @@ def make_cuda_executor(
     rotary: tuple[Tensor, Tensor],
     initial_cells: int | None = None,
     grammars: MaskMaker | None = None,
+    *,
+    with_graphs: bool = True,
 ) -> CudaExecutor:
     """An executor with a pool of `info.num_cells`, or one that grows to that from `initial_cells`. `rotary`: cos and
-    sin, float32 [context, head_dim / 2]."""
+    sin, float32 [context, head_dim / 2]. `with_graphs`: whether steps are captured, where they can be."""
     num_cells = initial_cells or info.num_cells
     dtype = cell_dtype(info.cell_dtype, decoder.dtype)
     pool = KvPool(info.num_layers, num_cells, info.num_kv_heads, info.head_dim, dtype, decoder.device)
-    decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths)
+    capture = DecodeGraphs if with_graphs else LaunchedSteps
+    decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths, capture=capture)
     prefill = PrefillChain(decoder.config, decoder.weights, rotary, pool)
-    captured = captured_prefills(info, decoder, prefill, pool)
+    captured = captured_prefills(info, decoder, prefill, pool) if with_graphs else None
     swap = _swap_space(info, pool)
 
     def moved() -> None:

@@ -50,6 +50,23 @@ class DecodeGraphs:
         self._graphs[width, draw].replay()
 
 
+class LaunchedSteps:
+    """The same steps without graphs: each is launched kernel by kernel when it is run."""
+
+    def __init__(self, step: Callable[[int, Draw], None], widths: Sequence[int], draws: Sequence[Draw]) -> None:
+        assert widths
+        self._widths = tuple(sorted(widths))
+        self._step = step
+
+    def width_for(self, num_rows: int) -> int:
+        """The narrowest width that holds so many rows; the rest is padding."""
+        return next(width for width in self._widths if width >= num_rows)
+
+    def replay(self, width: int, draw: Draw) -> None:
+        """Launches the step on the current stream."""
+        self._step(width, draw)
+
+
 def captured(run: Callable[[], Result], memory: Any, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A graph of what `run` launches on the current stream, captured on `stream` in the graphs' memory pool `memory`,
     and what it returned: tensors that each replay writes again."""
