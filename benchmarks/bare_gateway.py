@@ -12,12 +12,13 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.answer_maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.checkpoints import resolve
 from cluster.failover import FailoverLimits
 from cluster.http_api import create_app
 from cluster.membership import Member
+from cluster.models import single
 from cluster.router import Router
 from cluster.streams import Streams
 from cluster.text import load_text
@@ -35,10 +36,10 @@ async def bare_gateway(
     streams = Streams(model_name, secret, router, limits)
     streams.set_members({worker_id: Member(worker_id, address) for worker_id, address in addresses.items()})
     text = await asyncio.to_thread(lambda: load_text(resolve(model)))
-    maker = AnswerMaker(Service(streams, text, ApiSettings(served_model_names=(model_name,))))
+    models = single(Service(streams, text, ApiSettings(served_model_names=(model_name,))))
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(create_app(maker), log_level="warning", lifespan="off", ws="none"))
+        server = uvicorn.Server(uvicorn.Config(create_app(models), log_level="warning", lifespan="off", ws="none"))
         serving = asyncio.create_task(server.serve(sockets=[bound]))
         try:
             async with asyncio.timeout(READY_WITHIN_S):

@@ -36,7 +36,7 @@ from cluster.gateway_meter import GatewayMeter
 from cluster.gateway_metrics import BETWEEN_TOKENS
 from cluster.headers import Terms
 from cluster.last_report import LastReport
-from cluster.metric import Sample
+from cluster.metric import Sample, Source
 from cluster.ray_metrics import PERIOD_S as RAY_PERIOD_S
 from cluster.ray_metrics import RayMetrics
 from cluster.request_log import log_requests_to
@@ -70,9 +70,8 @@ def gateway_s_per_token() -> dict[str, float]:
             requests[number % 256].tokens(0, 1)
 
     counting = processor_s(count)
-    export = RayMetrics(
-        {"model_name": "m", "gateway": "g"}, lambda: [Sample(BETWEEN_TOKENS, meter.between_tokens.distribution)]
-    )
+    labels = {"model_name": "m", "gateway": "g"}
+    export = RayMetrics(lambda: [Source(labels, [Sample(BETWEEN_TOKENS, meter.between_tokens.distribution)])])
     telling = processor_s(lambda: asyncio.run(export.publish()))
     return {"counting_s": counting / NUM_CALLS, "telling_ray_s": telling}
 

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.record import record
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.answer_maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.batch_api import Batches
 from cluster.batch_desk import BatchDesk
 from cluster.batch_runner import BatchRunner
 from cluster.http_api import create_app
+from cluster.models import single
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports_of
 from tests.http_desk import MODEL, TEXT, says
@@ -42,12 +43,12 @@ async def application(folder: Path) -> AsyncIterator[str]:
     fleet = FakeFleet(
         replace(MODEL, context=4096, capacity=8192), says("hi there", "hello you"), reports=reports_of(num_seqs=8)
     )
-    maker = AnswerMaker(Service(fleet, TEXT, ApiSettings(batch_store=str(folder)), model_name="tiny"))
+    models = single(Service(fleet, TEXT, ApiSettings(batch_store=str(folder)), model_name="tiny"))
     desk = BatchDesk(folder)
-    runner = BatchRunner(maker, desk)
+    runner = BatchRunner(models, desk)
     runner.start()
     try:
-        async with listening(create_app(maker, Batches(desk, runner))) as url:
+        async with listening(create_app(models, Batches(desk, runner))) as url:
             yield url
     finally:
         await runner.close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from opentelemetry.trace import NoOpTracer, Tracer
 
+from cluster.adapter_desk import AdapterDesk
 from cluster.answer import Answer
 from cluster.api_settings import ApiSettings
 from cluster.beam import BeamAnswer
@@ -29,14 +31,15 @@ from cluster.structured import Form, FormReader, requested_form
 from cluster.talk import plan_talk
 from cluster.text import TextModel
 from planner.errors import InvalidRequest, Unavailable
+from planner.request import Adapter
 from protos.openai import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeChatBody, TokenizeTextBody
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
     """What the endpoints serve from. `inspect` asks the workers what they hold; `model_name` and `gateway_id` are
-    labels of the metrics. `sessions`: who keeps them for the whole service; None: this gateway is all of it. `tracer`
-    makes the requests' spans."""
+    labels of the metrics. `sessions`: who keeps them for the whole service; None: this gateway is all of it. `adapters`
+    loads and unloads them, where that is allowed. `tracer` makes the requests' spans."""
 
     fleet: Fleet
     text: TextModel
@@ -46,7 +49,16 @@ class Service:
     model_name: str = ""
     gateway_id: str = ""
     sessions: SessionOwner | None = None
+    adapters: AdapterDesk | None = None
     tracer: Tracer = field(default_factory=NoOpTracer)
+
+
+class Asked(NamedTuple):
+    """What a request is about: the model, the name to answer with, and the adapter that the name is of, if it is."""
+
+    model: ServedModel
+    name: str
+    adapter: Adapter | None
 
 
 class AnswerMaker:
@@ -75,6 +87,13 @@ class AnswerMaker:
         """What was generated on sessions is handed to them."""
         await self._sessions.shut()
 
+    @property
+    def known_names(self) -> tuple[str, ...]:
+        """What clients may ask for here, whether a worker has started or not: the model, and its adapters."""
+        service = self.service
+        names = service.settings.served_model_names or (service.model_name,)
+        return (*names, *sorted(service.fleet.adapters))
+
     def served(self) -> ServedModel:
         """The model. Raises `Unavailable` before the first worker has said what it serves."""
         model = self.service.fleet.model
@@ -82,10 +101,17 @@ class AnswerMaker:
             raise Unavailable("no worker has started yet")
         return model
 
-    def model(self, asked: str | None) -> tuple[ServedModel, str]:
-        """The model and the name to answer with. Raises `UnknownModel` as well."""
+    def model(self, asked: str | None) -> Asked:
+        """What a client means by a model's or an adapter's name. Raises `UnknownModel` as well."""
+        adapter = None if asked is None else self.service.fleet.adapters.get(asked)
+        if adapter is not None:
+            return Asked(self.served(), adapter.name, adapter)
+        return Asked(*self.base(asked), None)
+
+    def base(self, asked: str | None) -> tuple[ServedModel, str]:
+        """The model and the name to answer with, which is no adapter's. Raises `UnknownModel` as well."""
         model = self.served()
-        return model, served_name(asked, model, self.service.settings)
+        return model, served_name(asked, model, self.service.settings, self.service.fleet.adapters)
 
     def names(self) -> tuple[str, ...]:
         """What clients may call the model."""
@@ -100,11 +126,12 @@ class AnswerMaker:
 
     async def completion(self, body: CompletionBody, terms: Terms) -> tuple[Answer, str]:
         """The answer to a text completion, and the name to answer with. Raises `RequestRefused`."""
-        model, name = self.model(body.model)
+        model, name, adapter = self.model(body.model)
         text = self.service.text
         prompts = await self.prompts.completion(body, model.context)
         extras = await self._extras(body, requested_form(body))
-        plans = on_terms(terms, plan_completion(body, prompts, model, text.eos_ids, self.service.settings, extras))
+        plans = plan_completion(body, prompts, model, text.eos_ids, self.service.settings, extras)
+        plans = on_terms(terms, plans, adapter)
         if body.use_beam_search:
             (plan,) = plans
             rules, meter = text_rules(body, None), self.service.meter.request(terms)
@@ -117,7 +144,7 @@ class AnswerMaker:
 
         Raises `RequestRefused`; the session is then as it was. Close the answer, and the session is free again."""
         given, session = body, await self.sessions.get(session_id, account)
-        model, name = self.model(body.model)
+        model, name, adapter = self.model(body.model)
         text = self.service.text
         if body.echo or body.num_made > 1 or body.truncate_prompt_tokens is not None:
             raise InvalidRequest("a session allows no echo, no n or best_of over 1, no truncate_prompt_tokens")
@@ -137,7 +164,8 @@ class AnswerMaker:
             return await self.extension(given, session_id, account, terms)
         try:
             prompt = EncodedPrompt([*turn.history, *delta])
-            plans = on_terms(terms, plan_completion(body, [prompt], model, text.eos_ids, self.service.settings, extras))
+            plans = plan_completion(body, [prompt], model, text.eos_ids, self.service.settings, extras)
+            plans = on_terms(terms, plans, adapter)
             rules = text_rules(body, body.logprobs)
             meter, scored = self.service.meter.request(terms), body.logprobs is not None
             return SessionAnswer(self.service.fleet, text, plans, rules, meter, turn, scored=scored), name
@@ -149,14 +177,15 @@ class AnswerMaker:
         """The answer to a conversation, the name to answer with, and what reads calls and thoughts out of its text.
 
         Raises `RequestRefused`."""
-        model, name = self.model(body.model)
+        model, name, adapter = self.model(body.model)
         text = self.service.text
         prompt = await self.prompts.chat(body, model.context)
         talk = plan_talk(body, text, prompt.ids)
         for part in talk.parts:
             await self._forms.checked(part)
         extras = await self._extras(body, talk.form)
-        plans = on_terms(terms, plan_chat(body, prompt, model, text.eos_ids, self.service.settings, extras))
+        plans = plan_chat(body, prompt, model, text.eos_ids, self.service.settings, extras)
+        plans = on_terms(terms, plans, adapter)
         marks = frozenset(text.marks.values()) if talk.new_reader is not None else frozenset()
         rules = text_rules(body, body.top_logprobs or 0, marks)
         return self._answer(plans, rules, terms, scored=body.logprobs), name, talk.new_reader
@@ -178,7 +207,7 @@ class AnswerMaker:
 
     async def decoded(self, body: DetokenizeBody) -> str:
         """The text of token ids."""
-        model, _ = self.model(body.model)
+        model = self.model(body.model).model
         highest = max(body.tokens, default=0)
         if highest >= model.vocab_size:
             raise InvalidRequest(f"token id {highest} is not below {model.vocab_size}", param="tokens")

@@ -27,6 +27,7 @@ class ApiSettings(BaseModel):
 
     * `served_model_names`: names that clients may use; the first one answers. Empty: the model's own name.
     * `api_keys`, and `keys` of which only hashes are known: any of them opens the endpoints; without any they are open.
+    * `admin_keys` open what changes the service, and everything else.
     * `open_paths`: answered without a key.
     * `tenant_from_header`: whether a client may name its tenant; else its key does. Who may can claim several shares,
       so say no unless those that send the header are trusted, or a proxy in front sets it.
@@ -50,6 +51,7 @@ class ApiSettings(BaseModel):
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = ()
     keys: tuple[KeySettings, ...] = ()
+    admin_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = ()
     open_paths: frozenset[str] = frozenset({"/health", "/ready", "/version", "/metrics"})
     version: str = "0.1.0"
     tenant_from_header: bool = True

@@ -48,11 +48,34 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def build_application(config: ServiceConfig) -> Application:
-    """Bind the deployments. Decides the device where it was left open: CUDA if the cluster has a GPU."""
+    """Bind the deployments: workers for each model, and the gateways of all. Decides the device where it was left open:
+    CUDA if the cluster has a GPU."""
     config = with_otlp_of(with_device_decided(config).with_secret(cluster_secret()), os.environ)
+    workers = [_workers(one, name) for one, name in zip(config.each, worker_deployments(config), strict=True)]
+    gateways = serve.deployment(
+        name="Gateway",
+        num_replicas=config.num_gateways,
+        ray_actor_options={"num_cpus": config.gateway_cpus},
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=GATEWAY_HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=config.drain_timeout_s + SHUTDOWN_MARGIN_S,
+        max_surge_percent=100,  # they are cheap; an old one goes when its successor can serve
+    )(Gateway)
+    return gateways.bind(config, workers, _session_keeper(config))
+
+
+def worker_deployments(config: ServiceConfig) -> list[str]:
+    """Names of the deployments of each model's workers."""
+    return ["Worker", *(f"Worker-{number}" for number in range(2, len(config.others) + 2))]
+
+
+def _workers(config: ServiceConfig, name: str) -> Application:
+    """The deployment of one model's workers."""
     num_gpus = 1 if config.engine.device == "cuda" else 0
-    workers = serve.deployment(
-        name="Worker",
+    return serve.deployment(
+        name=name,
         **_number_of_workers(config),
         ray_actor_options={
             "num_cpus": config.worker_cpus,
@@ -66,18 +89,6 @@ def build_application(config: ServiceConfig) -> Application:
         graceful_shutdown_timeout_s=config.drain_timeout_s + SHUTDOWN_MARGIN_S,
         request_router_config=RequestRouterConfig(request_router_class=MembershipRouter),  # type: ignore[arg-type]
     )(Worker).bind(config)
-    gateways = serve.deployment(
-        name="Gateway",
-        num_replicas=config.num_gateways,
-        ray_actor_options={"num_cpus": config.gateway_cpus},
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=GATEWAY_HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=config.drain_timeout_s + SHUTDOWN_MARGIN_S,
-        max_surge_percent=100,  # they are cheap; an old one goes when its successor can serve
-    )(Gateway)
-    return gateways.bind(config, workers, _session_keeper(config))
 
 
 def _session_keeper(config: ServiceConfig) -> Application | None:

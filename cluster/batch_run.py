@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,7 +22,8 @@ from cluster.batch_store import Claimed
 from cluster.errors import envelope, outcome
 from cluster.headers import Terms
 from cluster.idle_room import IdleRoom
-from planner.errors import DeadlineUnmeetable, QueueFull, RaycombError, Unavailable, WorkerLost
+from cluster.models import Models
+from planner.errors import DeadlineUnmeetable, QueueFull, RaycombError, Unavailable, UnknownModel, WorkerLost
 from protos.openai_batches import Batch, BatchErrors, BatchLine
 
 logger = logging.getLogger(__name__)
@@ -34,19 +35,19 @@ _LATER: Final = (QueueFull, DeadlineUnmeetable, Unavailable, WorkerLost)
 
 
 class BatchRun:
-    """Owner: the task that holds the batch's lease. `clock` gives Unix time."""
+    """Owner: the task that holds the batch's lease. `rooms`: one for each model's lines. `clock` gives Unix time."""
 
     def __init__(
         self,
-        maker: AnswerMaker,
+        models: Models,
         desk: BatchDesk,
-        room: IdleRoom,
+        rooms: Mapping[AnswerMaker, IdleRoom],
         claimed: Claimed,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._maker = maker
+        self._models = models
         self._desk = desk
-        self._room = room
+        self._rooms = rooms
         self._batch = claimed.batch
         self._claimed = claimed
         self._clock = clock
@@ -59,9 +60,11 @@ class BatchRun:
         lines = read_batch_lines(await self._input(), frozenset(done))
         async with asyncio.TaskGroup() as tasks:
             while (numbered := await asyncio.to_thread(next, lines, None)) is not None:
-                await self._room.enter()
-                task = tasks.create_task(self._answer(*numbered))
-                task.add_done_callback(lambda _: self._room.leave())
+                maker = self._maker_of(numbered[1])
+                room = self._rooms[maker]
+                await room.enter()
+                task = tasks.create_task(self._answer(maker, *numbered))
+                task.add_done_callback(lambda _, room=room: room.leave())  # type: ignore[misc]
         await self._finish("completed")
 
     async def break_off(self, why: Literal["cancelled", "expired"]) -> None:
@@ -75,7 +78,7 @@ class BatchRun:
         await self._finish(why)
 
     async def _validate(self) -> bool:
-        path, most = await self._input(), self._maker.service.settings.max_batch_lines
+        path, most = await self._input(), self._models.first.service.settings.max_batch_lines
         total, errors = await asyncio.to_thread(check_batch_file, path, self._batch.endpoint, most)
         now = int(self._clock())
 
@@ -92,13 +95,21 @@ class BatchRun:
         self._batch = await self._desk.ask(lambda store: store.change(self._batch.id, change))
         return not errors
 
-    async def _answer(self, number: int, line: BatchLine) -> None:
+    def _maker_of(self, line: BatchLine) -> AnswerMaker:
+        """That of its model; where there is no such one, any will say so."""
+        asked = line.body.get("model")
+        try:
+            return self._models.of(asked if isinstance(asked, str) else None)
+        except UnknownModel:
+            return self._models.first
+
+    async def _answer(self, maker: AnswerMaker, number: int, line: BatchLine) -> None:
         """Answer a line, however often it takes until a worker takes it."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:
                 terms = Terms(tenant=self._claimed.account)
-                body = await answer_line(self._maker, self._batch.endpoint, line.body, terms)
+                body = await answer_line(maker, self._batch.endpoint, line.body, terms)
                 await self._put(number, line, (200, body))
                 return
             except _LATER:

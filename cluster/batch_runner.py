@@ -18,6 +18,7 @@ from cluster.batch_desk import BatchDesk
 from cluster.batch_run import BatchRun
 from cluster.batch_store import LEASE_S, Claimed
 from cluster.idle_room import IdleRoom
+from cluster.models import Models
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +29,13 @@ LOOK_S: Final = 1.0
 class BatchRunner:
     """Owner: a gateway; lives on its event loop. Several runners may share a store: each batch has one at a time."""
 
-    def __init__(self, maker: AnswerMaker, desk: BatchDesk, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, models: Models, desk: BatchDesk, clock: Callable[[], float] = time.time) -> None:
         """`clock` gives Unix time."""
-        self._maker = maker
+        self._models = models
         self._desk = desk
         self._clock = clock
         self._id = uuid.uuid4().hex
-        self._room = IdleRoom(lambda: maker.service.fleet.reports)
+        self._rooms = {maker: _room(maker) for maker in models.all}
         self._news = asyncio.Event()
         self._holds: dict[str, asyncio.Task[None]] = {}
         self._serving: asyncio.Task[None] | None = None
@@ -81,7 +82,7 @@ class BatchRunner:
     async def _hold(self, claimed: Claimed) -> None:
         """Run a batch while it is ours, until it ends, is cancelled, or its time is over."""
         batch = claimed.batch
-        run = BatchRun(self._maker, self._desk, self._room, claimed, self._clock)
+        run = BatchRun(self._models, self._desk, self._rooms, claimed, self._clock)
         running = asyncio.create_task(run.run())
         try:
             while not running.done():
@@ -101,6 +102,11 @@ class BatchRunner:
             raise
         finally:
             await _ended(running)
+
+
+def _room(maker: AnswerMaker) -> IdleRoom:
+    """What the workers of one model leave idle."""
+    return IdleRoom(lambda: maker.service.fleet.reports)
 
 
 async def _ended(running: asyncio.Task[None]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from cluster import bench_online
 from cluster.bench_offline import DecodePoint, OfflineBench, ThroughputPoint
 from cluster.checkpoints import resolve
-from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
+from cluster.engine_flags import ADAPTERS, add_engine_flags, engine_config, given_engine_settings
 from cluster.offline_engine import OfflineEngine, open_offline
 from cluster.workload import Workload
 from planner.errors import InvalidConfiguration
@@ -157,4 +157,4 @@ def _add_offline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the load and of dummy weights")
     parser.add_argument("--repeats", type=_positive, default=2, help="runs of each point; the fastest counts")
     parser.add_argument("--result", type=Path, help="also write the figures to this file")
-    add_engine_flags(parser, without=OWN_SETTINGS)
+    add_engine_flags(parser, without=ADAPTERS | OWN_SETTINGS)

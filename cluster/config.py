@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from cluster.api_settings import ApiSettings
+from cluster.lora_settings import check_lora_settings
+from cluster.model_settings import BUILD_EXECUTOR, ModelSettings, first_and_others
 from cluster.scaling import ScalingSettings
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
@@ -23,7 +25,6 @@ from worker.programs.metadata import SUFFIX
 from worker.tracing import Protocol, check_endpoint
 from worker.vocabulary import VocabularySource
 
-BUILD_EXECUTOR = "worker.program:build_executor"
 ExecutorFactory = Callable[[EngineConfig, VocabularySource], Executor]
 """What `ServiceConfig.executor` names."""
 
@@ -45,6 +46,10 @@ class ServiceConfig(BaseModel):
     * `log_requests`: whether `raycomb serve` has a line logged of each request; under `serve deploy` Serve's own
       `logging_config` says so.
     * `otlp_endpoint`, `otlp_protocol`: where spans of requests go (`cluster.otlp_settings`); None: there are none.
+    * `lora_modules`: folders of adapters that every worker loads at its start, by the name that clients use.
+    * `lora_folder`: below it lie the adapters that an admin may have loaded at run time; None: none may be.
+    * `others`: models beside that of `engine`, each with workers of its own behind the same gateways. Instead of both,
+      `models` may list all of them (`cluster.model_settings`).
     * `failover_timeout_s`, `max_failovers`, `stall_timeout_s`: see `cluster.failover.FailoverLimits`.
     """
 
@@ -68,6 +73,9 @@ class ServiceConfig(BaseModel):
     log_requests: bool = False
     otlp_endpoint: Annotated[str, AfterValidator(check_endpoint)] | None = None
     otlp_protocol: Protocol = "grpc"
+    lora_modules: Mapping[str, str] = Field(default_factory=dict)
+    lora_folder: str | None = None
+    others: tuple[ModelSettings, ...] = ()
     failover_timeout_s: float = Field(default=60.0, gt=0)
     max_failovers: int = Field(default=3, ge=0)
     stall_timeout_s: float = Field(default=60.0, gt=0)
@@ -78,6 +86,12 @@ class ServiceConfig(BaseModel):
         if isinstance(settings, dict) and settings.get("min_workers") is not None:
             return {"num_workers": settings["min_workers"], **settings}
         return settings
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_of_models(cls, settings: Any) -> Any:
+        """Raises `InvalidConfiguration`. It is the last of these, and so the first to look."""
+        return first_and_others(settings) if isinstance(settings, dict) else settings
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> Self:
@@ -96,9 +110,43 @@ class ServiceConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _adapters_agree(self) -> Self:
+        """Raises `InvalidConfiguration`."""
+        names = {self.model_name, *self.http.served_model_names}
+        has_admin = bool(self.http.admin_keys)
+        check_lora_settings(self.engine, self.lora_modules, self.lora_folder, names, has_admin=has_admin)
+        return self
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        """Raises `InvalidConfiguration` for a name that two models, or a model and an adapter, go by."""
+        if not self.others:
+            return self
+        taken: set[str] = set()
+        for one in self.each:
+            names = {*(one.http.served_model_names or (one.model_name,)), *one.lora_modules}
+            if both := sorted(names & taken):
+                raise InvalidConfiguration(f"two models go by the name {both[0]!r}", param="served_model_names")
+            taken |= names
+        return self
+
+    @property
+    def each(self) -> tuple[ServiceConfig, ...]:
+        """For each model, the first one first, the configuration of a service that has no other."""
+        return (self.model_copy(update={"others": ()}), *(self._alone(other) for other in self.others))
+
+    def _alone(self, model: ModelSettings) -> ServiceConfig:
+        """Raises `InvalidConfiguration` where its own settings contradict each other."""
+        told = {name: getattr(model, name) for name in ModelSettings.model_fields if name in model.model_fields_set}
+        told.pop("served_model_names", None)
+        http = self.http.model_copy(update={"served_model_names": model.served_model_names})
+        shared = {name: getattr(self, name) for name in _SHARED}
+        return ServiceConfig(**shared | told | {"http": http})
+
     @property
     def most_workers(self) -> int:
-        """There are never more, but for those that drain."""
+        """Of this model. There are never more, but for those that drain."""
         return self.max_workers or self.num_workers
 
     @property
@@ -119,15 +167,39 @@ class ServiceConfig(BaseModel):
         is_file = model.is_absolute() or model.suffix in (".gguf", SUFFIX)
         return model.name.removesuffix(".gguf").removesuffix(SUFFIX) if is_file else str(model)
 
+    @property
+    def model_names(self) -> str:
+        """All of them, for people."""
+        return ", ".join(one.model_name for one in self.each)
+
     def with_secret(self, secret: str | None) -> ServiceConfig:
         """The same service with `secret`, unless one was given or there is none."""
         if secret is None or "secret" in self.model_fields_set:
             return self
         return self.model_copy(update={"secret": SecretStr(secret)})
 
+    def with_threads(self, num_threads: int) -> ServiceConfig:
+        """The same service with so many threads for every engine on a CPU that left it open."""
+
+        def decided(engine: EngineConfig) -> EngineConfig:
+            is_open = engine.device == "cpu" and engine.num_threads is None
+            return engine.model_copy(update={"num_threads": num_threads}) if is_open else engine
+
+        others = tuple(other.model_copy(update={"engine": decided(other.engine)}) for other in self.others)
+        return self.model_copy(update={"engine": decided(self.engine), "others": others})
+
     def on(self, device: Literal["cpu", "cuda"]) -> ServiceConfig:
-        """The same service with the engine's device decided."""
-        return self.model_copy(update={"engine": self.engine.model_copy(update={"device": device})})
+        """The same service with the device decided of every engine that left it open."""
+
+        def decided(engine: EngineConfig) -> EngineConfig:
+            return engine.model_copy(update={"device": device}) if engine.device == "auto" else engine
+
+        others = tuple(other.model_copy(update={"engine": decided(other.engine)}) for other in self.others)
+        return self.model_copy(update={"engine": decided(self.engine), "others": others})
+
+
+_SHARED = tuple(ServiceConfig.model_fields.keys() - ModelSettings.model_fields.keys() - {"others", "http"})
+"""Settings of a service that are no single model's."""
 
 
 def service_config(settings: dict[str, Any]) -> ServiceConfig:
@@ -143,12 +215,14 @@ def service_config(settings: dict[str, Any]) -> ServiceConfig:
 
 def decide_device(config: ServiceConfig, resources: Mapping[str, float]) -> Literal["cpu", "cuda"]:
     """What was asked for; "auto" is CUDA if the cluster has a GPU now, of which each worker gets one to itself."""
-    if config.engine.device != "auto":
+    devices = [one.engine.device for one in config.each]
+    if "auto" not in devices and config.engine.device != "auto":
         return config.engine.device
     num_gpus = int(resources.get("GPU", 0))
-    if 0 < num_gpus < config.num_workers:
+    num_needed = sum(one.num_workers for one in config.each if one.engine.device != "cpu")
+    if 0 < num_gpus < num_needed:
         raise InvalidConfiguration(
-            f"{config.num_workers} workers need a GPU each and the cluster has {num_gpus}: "
+            f"{num_needed} workers need a GPU each and the cluster has {num_gpus}: "
             "ask for fewer workers, or say device cpu, or cuda to wait for more GPUs",
             param="num_workers",
         )

@@ -7,7 +7,9 @@ does not answer is named as `silent`, beside what the others say.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from typing import Final
 
 from starlette.requests import Request
@@ -26,13 +28,19 @@ DEFAULT_STEPS: Final = 16
 class DebugApi:
     """Owner: the application."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._inspect = service.inspect
+    def __init__(self, services: Sequence[Service]) -> None:
+        """One for each model."""
+        self._services = services
 
     async def fleet(self, _request: Request) -> Response:
         """What this gateway knows without asking anybody: it may be polled."""
-        return json_response(json.dumps(fleet_view(self._service)).encode())
+        return json_response(json.dumps(fleet_view(self._services)).encode())
+
+    async def _inspect(self, num_steps: int) -> RollCall:
+        """Of the workers of all models."""
+        calls = await asyncio.gather(*(service.inspect(num_steps) for service in self._services))
+        views = [view for call in calls for view in call.views]
+        return RollCall(views, [worker for call in calls for worker in call.silent])
 
     async def kv(self, _request: Request) -> Response:
         return _json(await self._inspect(0), ("worker", "kv", "num_sequences", "sequences"))

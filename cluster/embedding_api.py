@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from cluster.answer_maker import AnswerMaker
 from cluster.bodies import validate
 from cluster.embeddings import EmbeddingPlan, Vectors, embed, plan_embeddings
 from cluster.headers import Terms
+from cluster.models import Models
 from cluster.whole_response import WholeResponse
 from protos.openai_embeddings import Embedding, EmbeddingBody, EmbeddingList, EmbeddingUsage
 
@@ -25,13 +25,15 @@ class ReadBody(Protocol):
     ) -> Awaitable[EmbeddingBody]: ...
 
 
-def add_embedding_route(app: FastAPI, maker: AnswerMaker, read: ReadBody, terms_of: Callable[[Request], Terms]) -> None:
+def add_embedding_route(app: FastAPI, models: Models, read: ReadBody, terms_of: Callable[[Request], Terms]) -> None:
     """`read` and `terms_of` are the application's own ways to read a body and headers."""
 
     async def embeddings(request: Request) -> Response:
-        with maker.service.meter.admission():
+        with models.first.service.meter.admission():
             terms = terms_of(request)
             body = await read(request, lambda value: validate(EmbeddingBody, value))
+            maker = models.of(body.model)
+        with maker.service.meter.admission():
             plan = await plan_embeddings(maker, body, terms)
         meter = maker.service.meter.request(terms)
 

@@ -50,7 +50,7 @@ class EmbeddingPlan:
 
 async def plan_embeddings(maker: AnswerMaker, body: EmbeddingBody, terms: Terms) -> EmbeddingPlan:
     """Raises `RequestRefused`; nothing has been sent to a worker."""
-    model, name = maker.model(body.model)
+    model, name, adapter = maker.model(body.model)
     if model.vector_size is None:
         raise InvalidRequest(f"the model {name!r} is served by a program that gives no embeddings", param="model")
     dimensions = body.dimensions or model.vector_size
@@ -72,6 +72,7 @@ async def plan_embeddings(maker: AnswerMaker, body: EmbeddingBody, terms: Terms)
             tenant=terms.tenant,
             deadline=terms.deadline,
             trace=trace,
+            adapter=adapter,
         )
         for prompt in prompts
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from opentelemetry.trace import Tracer
 
-from cluster.config import BUILD_EXECUTOR, load_executor_factory
+from cluster.config import load_executor_factory
+from cluster.model_settings import BUILD_EXECUTOR
 from cluster.text import load_text
 from planner.limits import Limits
 from worker.config import EngineConfig

@@ -43,6 +43,10 @@ HELP = {
 }
 
 
+ADAPTERS = frozenset({"enable_lora", "max_loras", "max_lora_rank"})
+"""Of commands that have no adapters."""
+
+
 def add_engine_flags(parser: argparse.ArgumentParser, *, without: frozenset[str] = frozenset()) -> None:
     """One flag for each setting but `model` and those in `without`. A flag that is not given is absent from the
     namespace's values (None), so that other sources and the setting's own default can have their say."""

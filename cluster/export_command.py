@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.checkpoints import resolve
-from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
+from cluster.engine_flags import ADAPTERS, add_engine_flags, engine_config, given_engine_settings
 from cluster.terminal import say
 from cluster.text import TEXT_FILES, load_text
 from planner.errors import InvalidConfiguration
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="sequences that a decode is compiled for, ascending from 1; each takes its time to compile (default: 1)",
     )
-    add_engine_flags(parser, without=_OF_ENGINES)
+    add_engine_flags(parser, without=ADAPTERS | _OF_ENGINES)
 
 
 def execute(args: argparse.Namespace) -> int:

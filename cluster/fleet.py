@@ -5,13 +5,13 @@ The real one (`cluster.streams`) speaks gRPC to every worker; tests hand the end
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.router import Predictions, WorkerInfo
 from planner.limits import Snapshot
-from planner.request import Request, Update
+from planner.request import Adapter, Request, Update
 from worker.totals import Totals
 
 
@@ -65,6 +65,15 @@ class Fleet(Protocol):
     @property
     def model(self) -> ServedModel | None:
         """None until the first worker has said what it serves."""
+        ...
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """By name, those that requests may have now."""
+        ...
+
+    def num_without(self, name: str) -> int:
+        """How many workers have no adapter of this name."""
         ...
 
     @property

@@ -21,8 +21,9 @@ from cluster.grpc_sessions import GrpcSessions
 from cluster.grpc_status import Call, CallStatus
 from cluster.grpc_voice import GrpcVoice
 from cluster.headers import Terms
+from cluster.models import Models
 from protos import inference_pb2 as pb
-from protos.openai import ChatBody
+from protos.openai import ChatBody, CompletionBody
 
 GENERATE: Final = "raycomb.v1.Inference/Generate"
 
@@ -33,20 +34,26 @@ class GrpcApi:
     Every method tells its failures through `call` and then returns, or ends with, an empty message.
     """
 
-    def __init__(self, maker: AnswerMaker) -> None:
-        self._maker = maker
-        self._calls = Calls(maker)
-        self._keepalive_s = maker.service.settings.keepalive_s
-        self.sessions = GrpcSessions(maker, self._calls)
-        self.embedding = GrpcEmbed(maker, self._calls)
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._calls = Calls(models.first)
+        self._meter = models.first.service.meter
+        self._keepalive_s = models.first.service.settings.keepalive_s
+        self.sessions = GrpcSessions(models, self._calls)
+        self.embedding = GrpcEmbed(models, self._calls)
 
     async def generate(self, request: pb.GenerateRequest, call: Call) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Ending the iteration, by `aclose` or by cancelling its task, ends what runs on the workers."""
         with CallStatus(call) as status, ExitStack() as held:
-            with self._maker.service.meter.admission():
+            with self._meter.admission():
                 caller = self._calls.admit_for_tokens(GENERATE, request, call, status, held)
                 async with asyncio.timeout(caller.terms.left_s):
-                    answer, voice = await self._answer(request, caller)
+                    body = await self._calls.body(request, generation_body)
+                    session_id = None if isinstance(body, ChatBody) else body.session_id
+                    maker = await self._models.of_session(body.model, session_id, caller.account)
+            with maker.service.meter.admission():
+                async with asyncio.timeout(caller.terms.left_s):
+                    answer, voice = await _answer(maker, body, caller)
             try:
                 with answer.meter:
                     pieces = answer.start()
@@ -64,39 +71,29 @@ class GrpcApi:
     async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
         async def work(_caller: Caller) -> pb.TokenizeResponse:
             body = await self._calls.body(request, tokenize_body)
-            model, _ = self._maker.model(body.model)
-            return pb.TokenizeResponse(token_ids=await self._maker.token_ids(body), context=model.context)
+            maker = self._models.of(body.model)
+            model = maker.model(body.model).model
+            return pb.TokenizeResponse(token_ids=await maker.token_ids(body), context=model.context)
 
         return await self._calls.unary(request, call, work, pb.TokenizeResponse())
 
     async def detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
         async def work(_caller: Caller) -> pb.DetokenizeResponse:
-            return pb.DetokenizeResponse(
-                text=await self._maker.decoded(await self._calls.body(request, detokenize_body))
-            )
+            body = await self._calls.body(request, detokenize_body)
+            return pb.DetokenizeResponse(text=await self._models.of(body.model).decoded(body))
 
         return await self._calls.unary(request, call, work, pb.DetokenizeResponse())
 
     async def list_models(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
         async def work(_caller: Caller) -> pb.ListModelsResponse:
-            model = self._maker.served()
-            names = self._maker.names()
-            cards = [pb.Model(name=name, created=model.created, context=model.context) for name in names]
+            cards = []
+            for maker in self._models.all:
+                model = maker.served()
+                names = (*maker.names(), *sorted(maker.service.fleet.adapters))
+                cards += [pb.Model(name=name, created=model.created, context=model.context) for name in names]
             return pb.ListModelsResponse(models=cards)
 
         return await self._calls.unary(request, call, work, pb.ListModelsResponse())
-
-    async def _answer(self, request: pb.GenerateRequest, caller: Caller) -> tuple[Answer, GrpcVoice]:
-        body = await self._calls.body(request, generation_body)
-        tokens = self._maker.service.text.tokens
-        if isinstance(body, ChatBody):
-            answer, _, new_reader = await self._maker.chat(body, caller.terms)
-            return answer, GrpcVoice(tokens, new_reader)
-        if body.session_id is None:
-            answer, _ = await self._maker.completion(body, caller.terms)
-        else:
-            answer, _ = await self._maker.extension(body, body.session_id, caller.account, caller.terms)
-        return answer, GrpcVoice(tokens)
 
     async def _news(self, answer: Answer, agreed: Terms) -> list[Piece]:
         """The next pieces. Raises `TimeoutError` where none came in time.
@@ -111,3 +108,15 @@ class GrpcApi:
                     raise TimeoutError
             if pieces := await answer.next(patience_s):
                 return pieces
+
+
+async def _answer(maker: AnswerMaker, body: CompletionBody | ChatBody, caller: Caller) -> tuple[Answer, GrpcVoice]:
+    tokens = maker.service.text.tokens
+    if isinstance(body, ChatBody):
+        answer, _, new_reader = await maker.chat(body, caller.terms)
+        return answer, GrpcVoice(tokens, new_reader)
+    if body.session_id is None:
+        answer, _ = await maker.completion(body, caller.terms)
+    else:
+        answer, _ = await maker.extension(body, body.session_id, caller.account, caller.terms)
+    return answer, GrpcVoice(tokens)

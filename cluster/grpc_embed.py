@@ -6,11 +6,11 @@ import asyncio
 from contextlib import ExitStack
 from typing import Final
 
-from cluster.answer_maker import AnswerMaker
 from cluster.embeddings import Vectors, embed, plan_embeddings
 from cluster.grpc_bodies import embedding_body
 from cluster.grpc_calls import Calls
 from cluster.grpc_status import Call, CallStatus
+from cluster.models import Models
 from protos import inference_pb2 as pb
 
 EMBED: Final = "raycomb.v1.Inference/Embed"
@@ -19,25 +19,28 @@ EMBED: Final = "raycomb.v1.Inference/Embed"
 class GrpcEmbed:
     """Owner: the gRPC service."""
 
-    def __init__(self, maker: AnswerMaker, calls: Calls) -> None:
-        self._maker = maker
+    def __init__(self, models: Models, calls: Calls) -> None:
+        self._models = models
         self._calls = calls
 
     async def embed(self, request: pb.EmbedRequest, call: Call) -> pb.EmbedResponse:
         """Tells a failure through `call`; cancelled, or where its time is over, nothing of it goes on."""
-        service = self._maker.service
         with CallStatus(call) as status, ExitStack() as held:
-            with service.meter.admission():
+            with self._models.first.service.meter.admission():
                 terms = self._calls.admit_for_tokens(EMBED, request, call, status, held).terms
                 async with asyncio.timeout(terms.left_s):
                     body = await self._calls.body(request, embedding_body)
-                    plan = await plan_embeddings(self._maker, body, terms)
+                maker = self._models.of(body.model)
+            service = maker.service
+            with service.meter.admission():
+                async with asyncio.timeout(terms.left_s):
+                    plan = await plan_embeddings(maker, body, terms)
             meter = service.meter.request(terms)
             with meter:
                 async with asyncio.timeout(terms.patience_s):
                     vectors = await embed(service.fleet, plan)
                     meter.prompt(vectors.num_tokens)
-                    return await self._maker.threads.run(vectors.rows.size, lambda: _told(vectors))
+                    return await maker.threads.run(vectors.rows.size, lambda: _told(vectors))
         return pb.EmbedResponse()
 
 

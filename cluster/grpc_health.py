@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2 as pb
 
-from cluster.fleet import Fleet
 from cluster.grpc_status import Call
 from protos import inference_pb2
 
@@ -21,11 +20,20 @@ SERVICES: Final = ("", inference_pb2.DESCRIPTOR.services_by_name["Inference"].fu
 LOOK_S: Final = 0.1
 
 
+class Served(Protocol):
+    """What the health is of."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model takes requests now."""
+        ...
+
+
 class Health:
     """Owner: a gateway; lives on its event loop."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, served: Served) -> None:
+        self._served = served
         self._draining = False
 
     def drain(self) -> None:
@@ -63,4 +71,4 @@ class Health:
     def _status(self, service: str) -> pb.HealthCheckResponse.ServingStatus:
         if service not in SERVICES:
             return SERVICE_UNKNOWN
-        return SERVING if self._fleet.ready and not self._draining else NOT_SERVING
+        return SERVING if self._served.ready and not self._draining else NOT_SERVING

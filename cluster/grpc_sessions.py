@@ -8,6 +8,7 @@ from cluster.answer_maker import AnswerMaker
 from cluster.grpc_calls import Caller, Calls
 from cluster.grpc_conversation import refuse_unknown
 from cluster.grpc_status import Call
+from cluster.models import Models
 from cluster.sessions import SessionState, SessionView
 from protos import inference_pb2 as pb
 
@@ -21,30 +22,37 @@ _STATES: Final = {
 class GrpcSessions:
     """One method an RPC; each tells its failures through `call`. Owner: the gRPC service."""
 
-    def __init__(self, maker: AnswerMaker, calls: Calls) -> None:
-        self._maker = maker
+    def __init__(self, models: Models, calls: Calls) -> None:
+        self._models = models
         self._calls = calls
 
     async def open(self, request: pb.OpenSessionRequest, call: Call) -> pb.Session:
         async def work(caller: Caller) -> pb.Session:
             refuse_unknown(request)
-            self._maker.model(request.model if request.HasField("model") else None)
-            return self._told(await self._maker.sessions.open(caller.account))
+            asked = request.model if request.HasField("model") else None
+            maker = self._models.of(asked)
+            maker.model(asked)
+            return _told(maker, await maker.sessions.open(caller.account))
 
         return await self._calls.unary(request, call, work, pb.Session())
 
     async def get(self, request: pb.GetSessionRequest, call: Call) -> pb.Session:
         async def work(caller: Caller) -> pb.Session:
             refuse_unknown(request)
-            return self._told(await self._maker.sessions.get(request.session_id, caller.account))
+            maker = await self._models.of_session(None, request.session_id, caller.account)
+            return _told(maker, await maker.sessions.get(request.session_id, caller.account))
 
         return await self._calls.unary(request, call, work, pb.Session())
 
     async def list(self, request: pb.ListSessionsRequest, call: Call) -> pb.ListSessionsResponse:
         async def work(caller: Caller) -> pb.ListSessionsResponse:
             refuse_unknown(request)
-            sessions = await self._maker.sessions.of(caller.account)
-            return pb.ListSessionsResponse(sessions=[self._told(session) for session in sessions])
+            told = [
+                _told(maker, session)
+                for maker in self._models.all
+                for session in await maker.sessions.of(caller.account)
+            ]
+            return pb.ListSessionsResponse(sessions=told)
 
         return await self._calls.unary(request, call, work, pb.ListSessionsResponse())
 
@@ -52,24 +60,27 @@ class GrpcSessions:
         async def work(caller: Caller) -> pb.Session:
             refuse_unknown(request)
             at = request.at if request.HasField("at") else None
-            return self._told(await self._maker.sessions.fork(request.session_id, caller.account, at))
+            maker = await self._models.of_session(None, request.session_id, caller.account)
+            return _told(maker, await maker.sessions.fork(request.session_id, caller.account, at))
 
         return await self._calls.unary(request, call, work, pb.Session())
 
     async def close(self, request: pb.CloseSessionRequest, call: Call) -> pb.CloseSessionResponse:
         async def work(caller: Caller) -> pb.CloseSessionResponse:
             refuse_unknown(request)
-            await self._maker.sessions.close(request.session_id, caller.account)
+            maker = await self._models.of_session(None, request.session_id, caller.account)
+            await maker.sessions.close(request.session_id, caller.account)
             return pb.CloseSessionResponse()
 
         return await self._calls.unary(request, call, work, pb.CloseSessionResponse())
 
-    def _told(self, session: SessionView) -> pb.Session:
-        return pb.Session(
-            id=session.id,
-            created=session.created,
-            model=self._maker.names()[0],
-            state=_STATES[session.state],
-            position=session.position,
-            has_pending=session.has_pending,
-        )
+
+def _told(maker: AnswerMaker, session: SessionView) -> pb.Session:
+    return pb.Session(
+        id=session.id,
+        created=session.created,
+        model=maker.names()[0],
+        state=_STATES[session.state],
+        position=session.position,
+        has_pending=session.has_pending,
+    )

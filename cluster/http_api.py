@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from cluster.adapter_api import add_adapter_routes
 from cluster.answer_maker import AnswerMaker
 from cluster.answer_response import AnswerResponse, Delivery, error_response, json_response
 from cluster.batch_api import Batches, add_batch_routes
@@ -26,6 +27,7 @@ from cluster.file_api import add_file_routes
 from cluster.headers import DEADLINE, REQUEST_ID, TENANT, Terms
 from cluster.http_guard import Guard
 from cluster.metrics_page import exposition
+from cluster.models import Models
 from cluster.page_files import page_files
 from cluster.request_record import RECORD
 from cluster.response_api import add_response_route
@@ -47,14 +49,15 @@ from protos.openai import (
 B = TypeVar("B")
 
 
-def create_app(maker: AnswerMaker, batches: Batches | None = None, *, tells_request_id: bool = True) -> FastAPI:
+def create_app(models: Models, batches: Batches | None = None, *, tells_request_id: bool = True) -> FastAPI:
     """The application. Make it inside the running process: it keeps state that belongs to one event loop.
 
     `batches`: None where the service keeps no files and batches.
 
     `tells_request_id`: False where the server around it adds the header to answers itself, as Ray Serve does.
     """
-    settings = maker.service.settings
+    front = models.first
+    settings = front.service.settings
     page = page_files()
     app = FastAPI(
         title="Raycomb",
@@ -66,11 +69,11 @@ def create_app(maker: AnswerMaker, batches: Batches | None = None, *, tells_requ
     )
     app.add_middleware(
         Guard,
-        keys=maker.keys,
+        keys=front.keys,
         open_paths=settings.open_paths | page.keys(),
         tells_id=tells_request_id,
-        meter=maker.service.meter,
-        records=maker.records,
+        meter=front.service.meter,
+        records=front.records,
     )
     app.add_middleware(
         CORSMiddleware,
@@ -81,8 +84,8 @@ def create_app(maker: AnswerMaker, batches: Batches | None = None, *, tells_requ
     )
     app.add_exception_handler(RaycombError, _explain_error)
     app.add_exception_handler(HTTPException, _explain_http)
-    endpoints = _Endpoints(maker)
-    debug = DebugApi(maker.service)
+    endpoints = _Endpoints(models)
+    debug = DebugApi(models.services)
     add_routes(
         app,
         (
@@ -101,11 +104,12 @@ def create_app(maker: AnswerMaker, batches: Batches | None = None, *, tells_requ
             ("/debug/fleet", "GET", debug.fleet),
         ),
     )
-    add_session_routes(app, maker, endpoints.account)
-    add_file_routes(app, maker, batches, endpoints.account)
-    add_batch_routes(app, maker, batches, endpoints.account)
-    add_embedding_route(app, maker, endpoints.read, endpoints.terms)
-    add_response_route(app, maker, endpoints.read, endpoints.terms)
+    add_session_routes(app, models, endpoints.account)
+    add_file_routes(app, front, batches, endpoints.account)
+    add_batch_routes(app, front, batches, endpoints.account)
+    add_embedding_route(app, models, endpoints.read, endpoints.terms)
+    add_response_route(app, models, endpoints.read, endpoints.terms)
+    add_adapter_routes(app, models)
     for path, file in page.items():
         app.add_route(path, file.__call__, methods=["GET"])
     return app
@@ -114,63 +118,70 @@ def create_app(maker: AnswerMaker, batches: Batches | None = None, *, tells_requ
 class _Endpoints:
     """One method an endpoint. Owner: the application."""
 
-    def __init__(self, maker: AnswerMaker) -> None:
-        self._maker = maker
-        self._fleet = maker.service.fleet
-        self._meter = maker.service.meter
-        self._tokens = maker.service.text.tokens
-        self._settings = maker.service.settings
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._front = models.first
+        self._meter = models.first.service.meter
+        self._settings = models.first.service.settings
 
     async def completions(self, request: Request) -> Response:
         with self._meter.admission():
             agreed = self.terms(request)
             body = await self.read(request, lambda value: validate(CompletionBody, value))
-            session_id = named_session(request, body)
+            session_id, account = named_session(request, body), self.account(request)
+            maker = await self._models.of_session(body.model, session_id, account)
+        with maker.service.meter.admission():
             if session_id is None:
-                answer, name = await self._maker.completion(body, agreed)
+                answer, name = await maker.completion(body, agreed)
             else:
-                answer, name = await self._maker.extension(body, session_id, self.account(request), agreed)
-        return AnswerResponse(answer, completion_telling(self._maker, body, answer, name), self._delivery(agreed, body))
+                answer, name = await maker.extension(body, session_id, account, agreed)
+        return AnswerResponse(answer, completion_telling(maker, body, answer, name), self._delivery(agreed, body))
 
     async def chat_completions(self, request: Request) -> Response:
         with self._meter.admission():
             refuse_session(request)
             agreed = self.terms(request)
             body = await self.read(request, lambda value: validate(ChatBody, value))
-            answer, name, new_reader = await self._maker.chat(body, agreed)
-        telling = chat_telling(self._maker, body, answer, name, new_reader)
+            maker = self._models.of(body.model)
+        with maker.service.meter.admission():
+            answer, name, new_reader = await maker.chat(body, agreed)
+        telling = chat_telling(maker, body, answer, name, new_reader)
         return AnswerResponse(answer, telling, self._delivery(agreed, body))
 
     async def models(self) -> Response:
-        return _json(wire.ModelList(object="list", data=self._cards()))
+        cards = [card for maker in self._models.all for card in _cards(maker)]
+        return _json(wire.ModelList(object="list", data=cards))
 
     async def one_model(self, name: str) -> Response:
-        self._maker.model(name)
-        return _json(next(card for card in self._cards() if card.id == name))
+        maker = self._models.of(name)
+        maker.model(name)
+        return _json(next(card for card in _cards(maker) if card.id == name))
 
     async def tokenize(self, request: Request) -> Response:
         body = await self.read(request, _tokenize_body)
-        model, _ = self._maker.model(body.model)
-        ids = await self._maker.token_ids(body)
-        names = [self._tokens.name(token) for token in ids] if body.return_token_strs else None
+        maker = self._models.of(body.model)
+        model, tokens = maker.model(body.model).model, maker.service.text.tokens
+        ids = await maker.token_ids(body)
+        names = [tokens.name(token) for token in ids] if body.return_token_strs else None
         return _json(wire.Tokenized(count=len(ids), max_model_len=model.context, tokens=ids, token_strs=names))
 
     async def detokenize(self, request: Request) -> Response:
         body = await self.read(request, lambda value: validate(DetokenizeBody, value))
-        return _json(wire.Detokenized(prompt=await self._maker.decoded(body)))
+        return _json(wire.Detokenized(prompt=await self._models.of(body.model).decoded(body)))
 
     async def health(self) -> Response:
-        """Alive, and has been able to serve: a process that still waits for its first worker is starting."""
-        return self._state("ok" if self._fleet.model is not None else None)
+        """Alive, and has been able to serve: a process that still waits for a model's first worker is starting."""
+        return self._state("ok" if self._models.have_served else None)
 
     async def ready(self) -> Response:
-        return self._state("ready" if self._fleet.ready else None)
+        return self._state("ready" if self._models.ready else None)
 
     async def version(self) -> Response:
         return json_response(json.dumps({"version": self._settings.version}).encode())
 
     async def metrics(self, request: Request) -> Response:
-        page, content_type = exposition(metric_sources(self._maker.service), METRICS, request.headers.get("accept", ""))
+        sources = [source for service in self._models.services for source in metric_sources(service)]
+        page, content_type = exposition(sources, METRICS, request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
 
     def _state(self, word: str | None) -> Response:
@@ -181,30 +192,39 @@ class _Endpoints:
     async def read(self, request: Request, validated: Callable[[dict[str, Any]], B]) -> B:
         """The body. Raises `InvalidRequest`."""
         data = await read_body(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
-        return await self._maker.threads.run(len(data) // 16, lambda: validated(parse_object(data)))
-
-    def _cards(self) -> list[wire.ModelCard]:
-        model = self._maker.served()
-        return [
-            wire.ModelCard(
-                id=name, object="model", created=model.created, owned_by="raycomb", max_model_len=model.context
-            )
-            for name in self._maker.names()
-        ]
+        return await self._front.threads.run(len(data) // 16, lambda: validated(parse_object(data)))
 
     def terms(self, request: Request) -> Terms:
         """What the headers say. Raises `InvalidRequest`."""
         headers = request.headers
-        key = self._maker.keys.find(headers.get("authorization", ""))
-        return self._maker.terms(headers.getlist(DEADLINE), headers.getlist(TENANT), key, request.scope.get(RECORD))
+        key = self._front.keys.find(headers.get("authorization", ""))
+        return self._front.terms(headers.getlist(DEADLINE), headers.getlist(TENANT), key, request.scope.get(RECORD))
 
     def account(self, request: Request) -> str:
         """Whose request it is: its key's, where the service has keys."""
-        key = self._maker.keys.find(request.headers.get("authorization", ""))
+        key = self._front.keys.find(request.headers.get("authorization", ""))
         return "" if key is None else key.tenant
 
     def _delivery(self, agreed: Terms, body: GenerationBody) -> Delivery:
         return Delivery(stream=body.stream, keepalive_s=self._settings.keepalive_s, terms=agreed)
+
+
+def _cards(maker: AnswerMaker) -> list[wire.ModelCard]:
+    """A model under each of its names, then its adapters."""
+    model, names = maker.served(), maker.names()
+    parents: dict[str, str | None] = dict.fromkeys(names)
+    parents |= dict.fromkeys(sorted(maker.service.fleet.adapters), names[0])
+    return [
+        wire.ModelCard(
+            id=name,
+            object="model",
+            created=model.created,
+            owned_by="raycomb",
+            max_model_len=model.context,
+            parent=parent,
+        )
+        for name, parent in parents.items()
+    ]
 
 
 def _tokenize_body(value: dict[str, Any]) -> TokenizeTextBody | TokenizeChatBody:

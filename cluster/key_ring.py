@@ -23,6 +23,7 @@ class KeyUse:
 
     * `tenant`: on whose account its requests run. `is_fixed`: they cannot name another one.
     * `max_open_requests`, `requests_per_minute`: None: without limit. As many as a minute's may come at once.
+    * `is_admin`: it also opens what changes the service.
     """
 
     digest: bytes = field(repr=False)
@@ -34,6 +35,7 @@ class KeyUse:
     num_open: int = 0
     allowance: float = 0.0
     counted_at: float = 0.0
+    is_admin: bool = False
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -64,7 +66,7 @@ class KeyUse:
 
 
 class KeyRing:
-    """All keys of a service. Owner: a gateway; without any key it is open to all."""
+    """All keys of a service. Owner: a gateway; without any key but an admin's it is open to all."""
 
     def __init__(self, settings: ApiSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._keys: list[KeyUse] = []
@@ -82,13 +84,24 @@ class KeyRing:
                     clock,
                 )
             )
+        self._is_open = not self._keys
+        for plain in settings.admin_keys:
+            digest = hashlib.sha256(plain.get_secret_value().encode())
+            account = _account(digest.hexdigest())
+            self._keys.append(KeyUse(digest.digest(), account, False, None, None, clock, is_admin=True))
         for use in self._keys:
             use.allowance, use.counted_at = use.requests_per_minute or 0, clock()
 
     def find(self, authorization: str) -> KeyUse | None:
         """The key of an authorization header; None where the service has no keys. Raises `Unauthenticated`."""
-        if not self._keys:
-            return None
+        return None if self._is_open else self._find(authorization)
+
+    def check_admin(self, authorization: str) -> None:
+        """Raises `Unauthenticated` for all but the key of an admin."""
+        if not self._find(authorization).is_admin:
+            raise Unauthenticated("an admin's key is needed")
+
+    def _find(self, authorization: str) -> KeyUse:
         kind, _, given = authorization.partition(" ")
         digest = hashlib.sha256(given.strip().encode()).digest()
         matches = [use for use in self._keys if hmac.compare_digest(digest, use.digest)]

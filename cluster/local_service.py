@@ -20,7 +20,7 @@ from ray.serve import Application, RunTarget
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
-from cluster.app import build_application, with_device_decided
+from cluster.app import build_application, with_device_decided, worker_deployments
 from cluster.ask import ask, is_ready
 from cluster.config import ServiceConfig
 from cluster.deploy_errors import setup_error_in, start_ray
@@ -97,7 +97,8 @@ class LocalService:
         else:
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster for this machine alone
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            needed = math.ceil(config.most_workers * config.worker_cpus + config.num_gateways * config.gateway_cpus)
+            of_workers = sum(one.most_workers * one.worker_cpus for one in config.each)
+            needed = math.ceil(of_workers + config.num_gateways * config.gateway_cpus)
             report("starting Ray")
             start_ray(
                 lambda: ray.init(
@@ -117,10 +118,10 @@ class LocalService:
     def _on_this_machine(self) -> ServiceConfig:
         """The service with its device decided and, on the CPUs of a cluster of our own, the cores shared out."""
         config = with_device_decided(self._config)
-        if self._joins_cluster or config.engine.device != "cpu" or config.engine.num_threads is not None:
+        if self._joins_cluster:
             return config
-        num_threads = max(1, len(os.sched_getaffinity(0)) // config.most_workers)
-        return config.model_copy(update={"engine": config.engine.model_copy(update={"num_threads": num_threads})})
+        num_workers = sum(one.most_workers for one in config.each if one.engine.device == "cpu")
+        return config.with_threads(max(1, len(os.sched_getaffinity(0)) // max(1, num_workers)))
 
     @contextmanager
     def _application(self, application: Application) -> Iterator[None]:
@@ -169,7 +170,8 @@ class LocalService:
         Raises the `SetupError` that keeps workers from starting, as soon as one says so.
         """
         started_at, last_line = time.monotonic(), ""
-        report(f"loading {config.engine.model} on {config.engine.device}")
+        for one in config.each:
+            report(f"loading {one.engine.model} on {one.engine.device}")
         while not self._signals.wanted.wait(POLL_S):
             overview = serve.status().applications.get(APP_NAME)
             if overview is None:
@@ -206,9 +208,12 @@ def _raise_setup_error(overview: ApplicationStatusOverview) -> None:
 
 
 def _progress(overview: ApplicationStatusOverview, config: ServiceConfig) -> str:
-    parts = []
-    for name, wanted in (("Worker", config.num_workers), ("Gateway", config.num_gateways)):
-        states = overview.deployments[name].replica_states if name in overview.deployments else {}
-        running = sum(count for state, count in states.items() if state == "RUNNING")
-        parts.append(f"{name.lower()}s ready {running}/{wanted}")
-    return ", ".join(parts)
+    num_workers = sum(_num_running(overview, name) for name in worker_deployments(config))
+    wanted = sum(one.num_workers for one in config.each)
+    num_gateways = _num_running(overview, "Gateway")
+    return f"workers ready {num_workers}/{wanted}, gateways ready {num_gateways}/{config.num_gateways}"
+
+
+def _num_running(overview: ApplicationStatusOverview, deployment: str) -> int:
+    states = overview.deployments[deployment].replica_states if deployment in overview.deployments else {}
+    return sum(count for state, count in states.items() if state == "RUNNING")

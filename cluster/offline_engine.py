@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from cluster.config import BUILD_EXECUTOR
 from cluster.engine_factory import make_engine
+from cluster.model_settings import BUILD_EXECUTOR
 from planner.errors import RequestRefused
 from planner.request import Request, Update
 from worker.client import StepReport

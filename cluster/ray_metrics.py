@@ -18,7 +18,7 @@ from typing import Final
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from cluster.metric import Kind, Sample
+from cluster.metric import Kind, Sample, Source
 from worker.distribution import Distribution
 
 logger = logging.getLogger(__name__)
@@ -35,10 +35,9 @@ Call = Callable[[], None]
 
 
 class RayMetrics:
-    """Owner: a replica's event loop. `labels` are those of the process, and `read` gives all its samples."""
+    """Owner: a replica's event loop. `read` gives all samples of the process, from sources with labels of one kind."""
 
-    def __init__(self, labels: dict[str, str], read: Callable[[], Iterable[Sample]]) -> None:
-        self._labels = labels
+    def __init__(self, read: Callable[[], Iterable[Source]]) -> None:
         self._read = read
         self._instruments: dict[str, Counter | Gauge | Histogram] = {}
         self._told: dict[Key, float | Distribution] = {}
@@ -67,20 +66,20 @@ class RayMetrics:
     async def publish(self) -> None:
         """Bring Ray up to date once."""
         num_calls = 0
-        for sample in self._read():
-            for call in self._calls(sample):
+        for labels, sample in [(source.labels, sample) for source in self._read() for sample in source.samples]:
+            for call in self._calls(labels, sample):
                 call()
                 num_calls += 1
                 if num_calls % MAX_CALLS_IN_A_ROW == 0:
                     await asyncio.sleep(0)
 
-    def _calls(self, sample: Sample) -> Iterator[Call]:
+    def _calls(self, process: dict[str, str], sample: Sample) -> Iterator[Call]:
         """What must be told to Ray since this sample was last read."""
         metric, value = sample.metric, sample.value
-        tags = self._labels | dict(zip(metric.labels, sample.labels, strict=True))
-        key = metric.name, sample.labels
+        tags = process | dict(zip(metric.labels, sample.labels, strict=True))
+        key = metric.name, (*process.values(), *sample.labels)
         before, self._told[key] = self._told.get(key), value
-        match self._instrument(sample):
+        match self._instrument(process, sample):
             case Gauge() as gauge:
                 assert not isinstance(value, Distribution)
                 yield partial(gauge.set, value, tags)
@@ -98,12 +97,12 @@ class RayMetrics:
                     for _ in range(times):
                         yield observe
 
-    def _instrument(self, sample: Sample) -> Counter | Gauge | Histogram:
+    def _instrument(self, process: dict[str, str], sample: Sample) -> Counter | Gauge | Histogram:
         metric = sample.metric
         if (known := self._instruments.get(metric.name)) is not None:
             return known
         made: Counter | Gauge | Histogram
-        keys = (*self._labels, *metric.labels)
+        keys = (*process, *metric.labels)
         match metric.kind:
             case Kind.COUNTER:
                 made = Counter(metric.name, metric.help, keys)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from cluster.fleet import ServedModel
 from cluster.headers import Terms
 from cluster.prompts import EncodedPrompt
 from planner.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
-from planner.request import Request, SamplingParams
+from planner.request import Adapter, Request, SamplingParams
 from protos.openai import ChatBody, CompletionBody, GenerationBody
 from worker.tracing import traceparent
 
@@ -42,13 +43,15 @@ class Extras:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
-def served_name(asked: str | None, model: ServedModel, settings: ApiSettings) -> str:
-    """The name to answer with. Raises `UnknownModel` when the client asked for another model."""
+def served_name(asked: str | None, model: ServedModel, settings: ApiSettings, adapters: Collection[str] = ()) -> str:
+    """The name to answer with. Raises `UnknownModel` when the client asked for another model: it names these and
+    `adapters`."""
     names = settings.served_model_names or (model.name,)
     if asked is None:
         return names[0]
     if asked not in names:
-        raise UnknownModel(f"the model {asked!r} is not served here; there is: {', '.join(names)}", param="model")
+        there = ", ".join((*names, *adapters))
+        raise UnknownModel(f"the model {asked!r} is not served here; there is: {there}", param="model")
     return asked
 
 
@@ -111,15 +114,11 @@ def text_rules(body: GenerationBody, num_top: int | None, marks: frozenset[int] 
     )
 
 
-def on_terms(terms: Terms, plans: Sequence[ChoicePlan]) -> list[ChoicePlan]:
-    """The same plans, their requests on the client's account, under its deadline and in its trace."""
+def on_terms(terms: Terms, plans: Sequence[ChoicePlan], adapter: Adapter | None) -> list[ChoicePlan]:
+    """The same plans, their requests with `adapter`, on the client's account, under its deadline and in its trace."""
     trace = traceparent(terms.record.span)
-    return [
-        plan
-        if plan.request is None
-        else replace(plan, request=replace(plan.request, tenant=terms.tenant, deadline=terms.deadline, trace=trace))
-        for plan in plans
-    ]
+    agreed: dict[str, Any] = {"tenant": terms.tenant, "deadline": terms.deadline, "trace": trace, "adapter": adapter}
+    return [plan if plan.request is None else replace(plan, request=replace(plan.request, **agreed)) for plan in plans]
 
 
 def _check_counts(body: GenerationBody, num_prompts: int, settings: ApiSettings) -> None:

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from cluster.answer_maker import AnswerMaker
 from cluster.answer_response import AnswerResponse, Delivery
 from cluster.bodies import validate
 from cluster.headers import Terms
+from cluster.models import Models
 from cluster.response_telling import ResponseTelling
 from cluster.responses import chat_of, own_names
 from cluster.session_api import refuse_session
@@ -26,17 +26,19 @@ class ReadBody(Protocol):
     ) -> Awaitable[ResponsesBody]: ...
 
 
-def add_response_route(app: FastAPI, maker: AnswerMaker, read: ReadBody, terms_of: Callable[[Request], Terms]) -> None:
+def add_response_route(app: FastAPI, models: Models, read: ReadBody, terms_of: Callable[[Request], Terms]) -> None:
     """`read` and `terms_of` are the application's own ways to read a body and headers."""
-    keepalive_s = maker.service.settings.keepalive_s
+    front = models.first.service
+    keepalive_s = front.settings.keepalive_s
 
     async def responses(request: Request) -> Response:
-        with maker.service.meter.admission():
+        with front.meter.admission():
             refuse_session(request)
             terms = terms_of(request)
             body = await read(request, lambda value: validate(ResponsesBody, value))
-            with own_names():
-                answer, name, new_reader = await maker.chat(chat_of(body), terms)
+            maker = models.of(body.model)
+        with maker.service.meter.admission(), own_names():
+            answer, name, new_reader = await maker.chat(chat_of(body), terms)
         telling = ResponseTelling(body, name, new_reader)
         return AnswerResponse(answer, telling, Delivery(stream=body.stream, keepalive_s=keepalive_s, terms=terms))
 

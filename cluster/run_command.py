@@ -20,8 +20,8 @@ from tqdm import tqdm
 from cluster.batch import Batch, Totals
 from cluster.batch_file import OrderedWriter, read_lines
 from cluster.checkpoints import resolve
-from cluster.config import BUILD_EXECUTOR
-from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
+from cluster.engine_flags import ADAPTERS, add_engine_flags, engine_config, given_engine_settings
+from cluster.model_settings import BUILD_EXECUTOR
 from cluster.offline_engine import Interrupted, OfflineEngine, open_offline
 from cluster.terminal import say
 from cluster.text import load_text
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of lines without a seed, and of dummy weights (default: 0)"
     )
-    add_engine_flags(parser, without=frozenset({"seed"}))
+    add_engine_flags(parser, without=ADAPTERS | {"seed"})
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +11,12 @@ from typing import Any, Final, get_args
 
 import yaml
 
-from cluster.checkpoints import name_on_every_node, resolve
 from cluster.config import ServiceConfig, service_config
-from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
+from cluster.engine_flags import add_engine_flags
 from cluster.front import DEFAULT_GRPC_PORT, Front, check_port, choose_front, choose_grpc_port, front_environment
 from cluster.haproxy_script import LOOPBACK
-from cluster.terminal import report
-from cluster.text import load_text
+from cluster.serve_models import look_at, told_models
 from planner.errors import InvalidConfiguration
-from worker.models.config import check_gguf_architecture, read_config
-from worker.programs.metadata import SUFFIX, read_metadata
 from worker.tls import channel_credentials, server_credentials
 from worker.tracing import Protocol
 
@@ -44,10 +41,13 @@ class ServePlan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="?", help="a folder with config.json, a .gguf file, a program, a hub id, or smollm2-135m"
+        "model",
+        nargs="*",
+        help="a folder with config.json, a .gguf file, a program, a hub id, or smollm2-135m; several: workers for each",
     )
+    parser.add_argument("--models", type=json.loads, help=argparse.SUPPRESS)  # what the file of --config lists
     parser.add_argument("--config", metavar="FILE", help="YAML with the same settings; flags and RAYCOMB_* beat it")
-    parser.add_argument("--num-workers", type=int, metavar="N", help="replicas of the model (default: 1)")
+    parser.add_argument("--num-workers", type=int, metavar="N", help="replicas of each model (default: 1)")
     parser.add_argument("--min-workers", type=int, metavar="N", help="with --max-workers: never fewer (default: 1)")
     parser.add_argument("--max-workers", type=int, metavar="N", help="let their number follow the load, up to this")
     parser.add_argument("--num-gateways", type=int, default=1, help="processes that speak HTTP (default: 1)")
@@ -82,6 +82,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-store",
         metavar="FOLDER",
         help="where files and batches of /v1/files and /v1/batches are kept; without it there are none",
+    )
+    parser.add_argument(
+        "--lora-modules",
+        action="extend",
+        nargs="+",
+        metavar="NAME=FOLDER",
+        help="adapters to load at the start, by the name that clients use; needs --enable-lora",
+    )
+    parser.add_argument(
+        "--lora-folder", metavar="FOLDER", help="let an admin load adapters from below it while the service runs"
+    )
+    parser.add_argument(
+        "--admin-key", action="append", metavar="KEY", help="a key that also opens what changes the service"
     )
     parser.add_argument("--data-plane-host", metavar="ADDRESS", help="where workers listen for gateways")
     parser.add_argument(
@@ -129,32 +142,28 @@ def execute(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> ServePlan:
     """Check everything that can be checked before a process is started; fetch the checkpoint if need be."""
-    if args.model is None:
-        raise InvalidConfiguration("which model? give its name after `serve`, or `model:` in --config", param="model")
     if args.ask is not None and args.api_keys_file is not None and not args.api_key:
         raise InvalidConfiguration(
             "--ask needs an --api-key: of those in --api-keys-file only hashes are known", param="ask"
         )
-    engine = engine_config(args.model, given_engine_settings(args))
+    models = told_models(args)
     check_port(args.host, args.port)
     front = choose_front(args.front)
     grpc_port = choose_grpc_port(args.grpc_port, front, args.host)
-    path = resolve(args.model, report)
-    load_text(path)  # what a gateway would refuse is refused here, and so is a model that no worker runs
-    if args.executor is None:
-        _check_architecture(path)
+    for model in models:
+        look_at(model)
     settings = {
-        "engine": engine.model_copy(update={"model": name_on_every_node(args.model)}),
+        "models": models,
         "http": {
-            "served_model_names": args.served_model_name or (),
             "api_keys": args.api_key or (),
+            "admin_keys": args.admin_key or (),
             "batch_store": None if args.batch_store is None else str(Path(args.batch_store).absolute()),
             "keys": () if args.api_keys_file is None else read_keys(args.api_keys_file),
         },
         "num_gateways": args.num_gateways,
         "log_requests": args.log_requests,
     }
-    for name in ("num_workers", "min_workers", "max_workers", "data_plane_host", "drain_timeout_s", "executor", *OTLP):
+    for name in ("data_plane_host", "drain_timeout_s", *OTLP):
         if (value := getattr(args, name)) is not None:
             settings[name] = value
     for name in ("step_log", "data_plane_tls"):
@@ -175,17 +184,6 @@ def read_keys(path: Path) -> list[Any]:
     if not isinstance(entries, list) or not entries:
         raise InvalidConfiguration(f"{path} must be a list of at least one key", param="api_keys_file")
     return entries
-
-
-def _check_architecture(path: Path) -> None:
-    if path.suffix == SUFFIX:
-        read_metadata(path)
-    elif path.suffix == ".gguf":
-        from worker.gguf_tensors import GgufTensors  # a library that no other command needs
-
-        check_gguf_architecture(GgufTensors(path).metadata.get("general.architecture"))
-    else:
-        read_config(path)
 
 
 def port_number(text: str) -> int:

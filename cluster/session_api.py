@@ -10,6 +10,7 @@ from starlette.responses import Response
 from cluster.answer_maker import AnswerMaker
 from cluster.answer_response import json_response
 from cluster.bodies import parse_object, read_body, validate
+from cluster.models import Models
 from cluster.routes import add_routes
 from cluster.sessions import SessionView
 from planner.errors import InvalidRequest
@@ -35,8 +36,8 @@ def refuse_session(request: Request) -> None:
         raise InvalidRequest(f"{SESSION} is for /v1/completions: a chat's history is its messages", param=SESSION)
 
 
-def add_session_routes(app: FastAPI, maker: AnswerMaker, account: Account) -> None:
-    endpoints = _Endpoints(maker, account)
+def add_session_routes(app: FastAPI, models: Models, account: Account) -> None:
+    endpoints = _Endpoints(models, account)
     add_routes(
         app,
         (
@@ -52,47 +53,58 @@ def add_session_routes(app: FastAPI, maker: AnswerMaker, account: Account) -> No
 class _Endpoints:
     """One method an endpoint. Owner: the application."""
 
-    def __init__(self, maker: AnswerMaker, account: Account) -> None:
-        self._maker = maker
+    def __init__(self, models: Models, account: Account) -> None:
+        self._models = models
         self._account = account
 
     async def open(self, request: Request) -> Response:
         body = validate(OpenBody, await self._object(request))
-        self._maker.model(body.model)
-        return self._card(await self._maker.sessions.open(self._account(request)))
+        maker = self._models.of(body.model)
+        maker.model(body.model)
+        return _card(maker, await maker.sessions.open(self._account(request)))
 
     async def list(self, request: Request) -> Response:
-        sessions = await self._maker.sessions.of(self._account(request))
-        cards = wire.SessionList(object="list", data=[self._of(session) for session in sessions])
-        return json_response(cards.model_dump_json().encode())
+        account = self._account(request)
+        cards = [_of(maker, session) for maker in self._models.all for session in await maker.sessions.of(account)]
+        return json_response(wire.SessionList(object="list", data=cards).model_dump_json().encode())
 
     async def one(self, request: Request, session_id: str) -> Response:
-        return self._card(await self._maker.sessions.get(session_id, self._account(request)))
+        maker, account = await self._maker_of(request, session_id)
+        return _card(maker, await maker.sessions.get(session_id, account))
 
     async def fork(self, request: Request, session_id: str) -> Response:
         body = validate(ForkBody, await self._object(request))
-        return self._card(await self._maker.sessions.fork(session_id, self._account(request), body.at))
+        maker, account = await self._maker_of(request, session_id)
+        return _card(maker, await maker.sessions.fork(session_id, account, body.at))
 
     async def close(self, request: Request, session_id: str) -> Response:
-        await self._maker.sessions.close(session_id, self._account(request))
+        maker, account = await self._maker_of(request, session_id)
+        await maker.sessions.close(session_id, account)
         gone = wire.SessionDeleted(id=session_id, object="session.deleted", deleted=True)
         return json_response(gone.model_dump_json().encode())
 
     async def _object(self, request: Request) -> dict[str, object]:
-        settings = self._maker.service.settings
+        settings = self._models.first.service.settings
         data = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
         return parse_object(data) if data.strip() else {}
 
-    def _card(self, session: SessionView) -> Response:
-        return json_response(self._of(session).model_dump_json().encode())
+    async def _maker_of(self, request: Request, session_id: str) -> tuple[AnswerMaker, str]:
+        """That of the session's model, and whose request it is."""
+        account = self._account(request)
+        return await self._models.of_session(None, session_id, account), account
 
-    def _of(self, session: SessionView) -> wire.SessionCard:
-        return wire.SessionCard(
-            id=session.id,
-            object="session",
-            created=session.created,
-            model=self._maker.names()[0],
-            state=session.state.value,
-            position=session.position,
-            has_pending=session.has_pending,
-        )
+
+def _card(maker: AnswerMaker, session: SessionView) -> Response:
+    return json_response(_of(maker, session).model_dump_json().encode())
+
+
+def _of(maker: AnswerMaker, session: SessionView) -> wire.SessionCard:
+    return wire.SessionCard(
+        id=session.id,
+        object="session",
+        created=session.created,
+        model=maker.names()[0],
+        state=session.state.value,
+        position=session.position,
+        has_pending=session.has_pending,
+    )

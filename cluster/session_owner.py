@@ -70,3 +70,41 @@ class LocalOwner:
 
     async def end(self, turn_id: str, generated: Sequence[int], *, failed: bool) -> bool:
         return self._sessions.end(turn_id, generated, failed=failed)
+
+
+class ScopedOwner:
+    """A `SessionOwner` of some of another one's sessions: those of one model, where a service has several."""
+
+    def __init__(self, owner: SessionOwner, scope: str) -> None:
+        """`scope`: what tells them from others; "" for all that have none."""
+        self._owner = owner
+        self._scope = scope
+
+    async def open(self, account: str) -> SessionView:
+        return await self._owner.open(self._scoped(account))
+
+    async def get(self, session_id: str, account: str) -> SessionView:
+        return await self._owner.get(session_id, self._scoped(account))
+
+    async def of(self, account: str) -> list[SessionView]:
+        return await self._owner.of(self._scoped(account))
+
+    async def fork(self, session_id: str, account: str, at: int | None) -> SessionView:
+        return await self._owner.fork(session_id, self._scoped(account), at)
+
+    async def close(self, session_id: str, account: str) -> None:
+        await self._owner.close(session_id, self._scoped(account))
+
+    async def begin(
+        self, session_id: str, account: str, delta: Sequence[int], max_tokens: int | None, context: int
+    ) -> Begun:
+        return await self._owner.begin(session_id, self._scoped(account), delta, max_tokens, context)
+
+    async def renew(self, turn_ids: Sequence[str]) -> list[str]:
+        return await self._owner.renew(turn_ids)
+
+    async def end(self, turn_id: str, generated: Sequence[int], *, failed: bool) -> bool:
+        return await self._owner.end(turn_id, generated, failed=failed)
+
+    def _scoped(self, account: str) -> str:
+        return f"{self._scope}\0{account}" if self._scope else account

@@ -39,7 +39,7 @@ def merged_tokens(
         if value is None:  # YAML's null: as if the line were not there
             continue
         if not settings[name].option_strings:
-            merged += [str(value)] if getattr(given, name) is None else []
+            merged += [] if getattr(given, name) else [str(item) for item in _listed(value)]
         elif not (_repeats(settings[name]) and getattr(given, name)):  # a list is replaced as a whole
             merged += _as_flags(settings[name], name, value)
     return [*merged, *tokens]
@@ -81,13 +81,17 @@ def _as_flags(action: argparse.Action, name: str, value: Any) -> list[str]:
         if truth not in ("true", "false", "1", "0"):
             raise InvalidConfiguration(f"{name} must be true or false, not {value!r}", param=name)
         return [flag if truth in ("true", "1") else f"--no-{name.replace('_', '-')}"]
-    if isinstance(value, dict) and action.type is json.loads:
+    if isinstance(value, dict | list) and action.type is json.loads:
         return [f"{flag}={json.dumps(value)}"]
     if isinstance(value, dict) or (isinstance(value, list) and not _repeats(action)):
         raise InvalidConfiguration(f"{name} takes one value, not {value!r}", param=name)
-    return [f"{flag}={item}" for item in (value if isinstance(value, list) else [value])]
+    return [f"{flag}={item}" for item in _listed(value)]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _repeats(action: argparse.Action) -> bool:
     """Whether each further flag adds to the setting instead of replacing it."""
-    return isinstance(action, argparse._AppendAction)
+    return isinstance(action, argparse._AppendAction | argparse._ExtendAction)

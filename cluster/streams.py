@@ -20,7 +20,7 @@ from cluster.router import Predictions, Router
 from cluster.run import Run
 from cluster.worker_stream import WorkerStream
 from planner.errors import RaycombError, Unavailable
-from planner.request import Request
+from planner.request import Adapter, Request
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,13 @@ class Streams:
                 vector_size=infos[0].vector_size,  # workers of one model have the same
             )
         return self._last_model
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        return self._router.adapters
+
+    def num_without(self, name: str) -> int:
+        return self._router.num_without(name)
 
     @property
     def ready(self) -> bool:

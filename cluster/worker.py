@@ -16,10 +16,14 @@ from typing import Final
 import ray
 from ray import serve
 
+from cluster.adapter_catalogue import AdapterCatalogue
+from cluster.adapter_keeper import AdapterKeeper
+from cluster.adapter_store import KvAdapterStore
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
 from cluster.debug_views import View, worker_view
 from cluster.engine_factory import make_engine
+from cluster.metric import Source
 from cluster.ray_metrics import RayMetrics
 from cluster.scaling import load_report
 from cluster.service_metrics import worker_labels
@@ -64,10 +68,11 @@ class Worker:
             host=host,
             credentials=None if config.data_plane_tls is None else server_credentials(Path(config.data_plane_tls)),
         )
+        self._adapters = await self._open_adapters()
         self.address = await self._server.start()
+        labels = worker_labels(config.model_name, self.worker_id)
         self._ray_metrics = RayMetrics(
-            worker_labels(config.model_name, self.worker_id),
-            lambda: worker_samples(self._engine.snapshot, self._server.totals),
+            lambda: [Source(labels, worker_samples(self._engine.snapshot, self._server.totals))]
         )
         self._ray_metrics.start()
         logger.info(
@@ -78,6 +83,22 @@ class Worker:
             info.device,
             info.num_cells,
         )
+
+    async def _open_adapters(self) -> AdapterKeeper | None:
+        """Load the adapters that there are to be, and follow what becomes of them. Raises `InvalidAdapter`."""
+        config, context = self._config, serve.get_replica_context()
+        if not config.engine.enable_lora:
+            return None
+        catalogue = AdapterCatalogue(config.lora_modules, KvAdapterStore(context.app_name, context.deployment))
+        keeper = AdapterKeeper(self._engine, catalogue, config.lora_folder)
+        await keeper.begin()
+        keeper.start()
+        return keeper
+
+    async def sync_adapters(self) -> dict[str, str]:
+        """Have those adapters that the catalogue wants now; what could not be loaded, and why. Asked over a Serve
+        handle by a gateway that changed it."""
+        return {} if self._adapters is None else await self._adapters.sync()
 
     def record_replica_metadata(self) -> dict[str, str]:
         """What gateways learn of this replica from Serve, once; see `cluster.membership_router`."""
@@ -126,6 +147,8 @@ class Worker:
             return
         if not await self._server.drain(self._config.drain_timeout_s):
             logger.warning("worker ends with %d requests unfinished", self._engine.num_live)
+        if self._adapters is not None:
+            await self._adapters.close()
         await self._ray_metrics.stop()
         await asyncio.to_thread(self._engine.stop)
         await self._server.stop(STOP_GRACE_S)

@@ -173,11 +173,14 @@ class ChatChunk(Answer):
 
 
 class ModelCard(Answer):
+    """`parent`: the model that an adapter is of."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int | None
+    parent: str | None = None
 
 
 class ModelList(Answer):

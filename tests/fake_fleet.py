@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from cluster.fleet import ServedModel, WorkerReport
 from cluster.router import Predictions
 from planner.errors import RequestFailed, RequestRefused
-from planner.request import FinishReason, Pooling, Request, TokenLogprobs, Update
+from planner.request import Adapter, FinishReason, Pooling, Request, TokenLogprobs, Update
 
 Script = Callable[[Request, int], Sequence[int]]
 
@@ -40,6 +40,10 @@ class FakeFleet:
     generations: list[FakeGeneration] = field(default_factory=list)
     reports: tuple[WorkerReport, ...] = ()
     predictions: Predictions = field(default_factory=Predictions)
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+
+    def num_without(self, name: str) -> int:
+        return int(name not in self.adapters)
 
     def submit(self, request: Request) -> FakeGeneration:
         if self.refusal_at_submit is not None:

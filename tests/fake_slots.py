@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class FakeSlots:
 
 
 def save_fake_adapter(folder: Path, revision: int) -> Path:
+    """What `raycomb serve` checks before it starts is there too."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
     (folder / REVISION_FILE).write_text(str(revision))
     return folder

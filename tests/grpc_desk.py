@@ -15,12 +15,13 @@ import pytest
 from grpc_health.v1 import health_pb2_grpc
 from opentelemetry.trace import NoOpTracer, Tracer
 
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.answer_maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.grpc_api import GrpcApi
 from cluster.grpc_front import add_services
 from cluster.grpc_health import Health
 from cluster.grpc_methods import GrpcMethods
+from cluster.models import Models, single
 from cluster.session_owner import SessionOwner
 from cluster.text import TextModel
 from protos import inference_pb2 as pb
@@ -32,8 +33,8 @@ from tests.http_desk import MODEL, TEXT, says
 class Methods(GrpcMethods):
     """The RPCs of a gateway, without the gateway."""
 
-    def __init__(self, maker: AnswerMaker, health: Health) -> None:
-        self._grpc = GrpcApi(maker)
+    def __init__(self, models: Models, health: Health) -> None:
+        self._grpc = GrpcApi(models)
         self._health = health
 
 
@@ -151,7 +152,7 @@ async def grpc_desk(
         sessions=sessions,
         tracer=tracer or NoOpTracer(),
     )
-    methods = Methods(AnswerMaker(service), health)
+    methods = Methods(single(service), health)
     front = FrontServer(methods)
     add_services(methods, front)
     server = front.server

@@ -12,10 +12,12 @@ from typing import Any
 import httpx
 from opentelemetry.trace import NoOpTracer, Tracer
 
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.adapter_desk import AdapterDesk
+from cluster.answer_maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.fleet import ServedModel
 from cluster.http_api import create_app
+from cluster.models import single
 from cluster.session_owner import SessionOwner
 from cluster.text import TextModel
 from planner.request import Request
@@ -86,6 +88,7 @@ async def desk(
     fleet: Any = None,
     tracer: Tracer | None = None,
     sessions: SessionOwner | None = None,
+    adapters: AdapterDesk | None = None,
     **settings: Any,
 ) -> AsyncIterator[Desk]:
     fleet = fleet or FakeFleet(model, script or says("hi there"))
@@ -95,9 +98,10 @@ async def desk(
         ApiSettings(**settings),
         model_name="tiny",
         sessions=sessions,
+        adapters=adapters,
         tracer=tracer or NoOpTracer(),
     )
-    app = create_app(AnswerMaker(service))
+    app = create_app(single(service))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         yield Desk(http, fleet, app)

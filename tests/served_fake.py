@@ -19,7 +19,8 @@ HANG = "hang"
 
 def make_executor(config: EngineConfig, _: VocabularySource | None = None) -> FakeExecutor:
     """Named by its import path in the settings of a service; made in each worker's process."""
-    return FakeExecutor(_info(config), step_time_s=STEP_TIME_S, keeps_record=False)
+    num_slots = config.max_loras if config.enable_lora else 0
+    return FakeExecutor(_info(config), step_time_s=STEP_TIME_S, keeps_record=False, num_slots=num_slots)
 
 
 class HangingExecutor(FakeExecutor):

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.answer_maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.batch_api import Batches
 from cluster.batch_desk import BatchDesk
@@ -21,6 +21,7 @@ from cluster.batch_runner import BatchRunner
 from cluster.fleet import WorkerReport
 from cluster.http_api import create_app
 from cluster.idle_room import num_allowed
+from cluster.models import single
 from planner.errors import ForwardFailed, QueueFull
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports_of
@@ -38,11 +39,11 @@ async def keeping(
     """A gateway with a store in `folder`; leaving it ends the gateway, and the folder stays."""
     fleet = fleet or FakeFleet(ROOMY, says("hi there"))
     fleet.reports = reports_of(num_seqs=8)
-    maker = AnswerMaker(Service(fleet, TEXT, ApiSettings(**settings)))
+    models = single(Service(fleet, TEXT, ApiSettings(**settings)))
     store = BatchDesk(folder)
-    runner = BatchRunner(maker, store) if clock is None else BatchRunner(maker, store, clock)
+    runner = BatchRunner(models, store) if clock is None else BatchRunner(models, store, clock)
     runner.start()
-    app = create_app(maker, Batches(store, runner))
+    app = create_app(models, Batches(store, runner))
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as http:
             yield Desk(http, fleet, app)

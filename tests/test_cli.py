@@ -44,14 +44,14 @@ def test_flag_beats_environment_beats_yaml_beats_default(tmp_path: Path) -> None
     environment = {"RAYCOMB_PORT": "1003", "RAYCOMB_MAX_CELLS": "103", "RAYCOMB_CACHE": "/elsewhere"}
     got = settings(["m", "--max-cells", "104", "--config", file], environment)
     assert (got["num_gateways"], got["num_workers"], got["port"], got["max_cells"]) == (1, 2, 1003, 104)
-    assert (got["model"], got["host"]) == ("m", "yaml")
+    assert (got["model"], got["host"]) == (["m"], "yaml")
 
 
 def test_the_model_may_stand_in_the_file_and_the_command_line_replaces_it(tmp_path: Path) -> None:
     file = config_file(tmp_path, "model: a\n")
-    assert settings(["--config", file])["model"] == "a"
-    assert settings(["b", "--config", file])["model"] == "b"
-    assert settings(["--config", file], {"RAYCOMB_MODEL": "c"})["model"] == "c"
+    assert settings(["--config", file])["model"] == ["a"]
+    assert settings(["b", "--config", file])["model"] == ["b"]
+    assert settings(["--config", file], {"RAYCOMB_MODEL": "c"})["model"] == ["c"]
 
 
 def test_a_null_in_the_file_sets_nothing(tmp_path: Path) -> None:

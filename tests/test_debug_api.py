@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.answer_maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.debug_views import RollCall, View, worker_view
 from cluster.events import MAX_EVENTS, Events
 from cluster.http_api import create_app
+from cluster.models import single
 from planner.errors import Unavailable
 from tests.engine_bench import running
 from tests.fake_fleet import FakeFleet
@@ -44,7 +45,7 @@ async def client(*, alive: bool = True, key: str = "") -> AsyncIterator[httpx.As
 
     settings = ApiSettings(api_keys=(key,) if key else ())
     service = Service(FakeFleet(MODEL, says("x")), TEXT, settings, inspect=inspect)
-    transport = httpx.ASGITransport(app=create_app(AnswerMaker(service)))
+    transport = httpx.ASGITransport(app=create_app(single(service)))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         yield http
 
@@ -96,7 +97,7 @@ async def test_where_no_worker_can_be_asked_it_is_a_503() -> None:
 async def test_the_fleet_is_told_without_asking_workers() -> None:
     service = Service(FakeFleet(MODEL, says("x"), reports=reports()), TEXT, ApiSettings(served_model_names=("m",)))
     service.meter.events.note("w1 joined")
-    transport = httpx.ASGITransport(app=create_app(AnswerMaker(service)))
+    transport = httpx.ASGITransport(app=create_app(single(service)))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         await http.post("/v1/completions", json={"prompt": "hello", "temperature": -1})
         fleet = (await http.get("/debug/fleet")).json()

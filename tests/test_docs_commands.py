@@ -20,6 +20,7 @@ from google.protobuf import json_format, message_factory
 
 from cluster.cli import COMMANDS, main, make_parser
 from protos import inference_pb2
+from tests.adapter_rig import AdaptedFleet
 from tests.docs_commands import ROOT, Command, block_commands, commands
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports
@@ -64,7 +65,10 @@ async def service() -> AsyncIterator[str]:
     """The address of an application that serves what the documentation's examples ask for."""
     model = replace(MODEL, name="smollm2-135m", context=4096, capacity=4096, vocab_size=32_000)
     fleet = FakeFleet(model, says("hi there"), reports=reports())
-    async with desk(fleet=fleet) as d, listening(d.app) as url:
+    adapters = AdaptedFleet(fleet, {"pirate": "/adapters/pirate"})
+    await adapters.sync()
+    allowed = adapters.desk("/adapters", {model.name})
+    async with desk(fleet=fleet, adapters=allowed, admin_keys=("$ADMIN_KEY",)) as d, listening(d.app) as url:
         yield url.removesuffix("/")
 
 

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.answer_maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.http_api import create_app
+from cluster.models import single
 from planner.request import Request
 from tests.fake_fleet import FakeFleet
 from tests.http_desk import (
@@ -133,7 +134,7 @@ async def test_a_request_id_is_echoed_or_made() -> None:
 
 
 async def test_a_server_around_the_application_may_tell_the_request_id_alone() -> None:
-    app = create_app(AnswerMaker(Service(FakeFleet(MODEL, says("x")), TEXT, ApiSettings())), tells_request_id=False)
+    app = create_app(single(Service(FakeFleet(MODEL, says("x")), TEXT, ApiSettings())), tells_request_id=False)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as http:
         for path in ("/v1/models", "/nowhere"):
             assert "x-request-id" not in (await http.get(path)).headers

@@ -12,10 +12,11 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.answer_maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.http_api import create_app
 from cluster.metric import PREFIX, Kind
+from cluster.models import single
 from cluster.service_metrics import METRICS
 from planner.errors import DeadlineUnmeetable, QueueFull, WorkerLost
 from tests.fake_fleet import FakeFleet
@@ -175,7 +176,7 @@ async def test_samples_carry_the_model_and_the_process() -> None:
     service = Service(
         FakeFleet(MODEL, says("x"), reports=reports()), TEXT, ApiSettings(), model_name="m", gateway_id="g"
     )
-    transport: Any = httpx.ASGITransport(app=create_app(AnswerMaker(service)))
+    transport: Any = httpx.ASGITransport(app=create_app(single(service)))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         page = (await http.get("/metrics")).text
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]

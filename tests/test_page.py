@@ -16,10 +16,11 @@ pytest.importorskip("playwright")
 
 from playwright.async_api import Browser, Page, expect
 
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.answer_maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.debug_views import RollCall, View
 from cluster.http_api import create_app
+from cluster.models import single
 from tests.browser import CONTRAST, UNLABELLED, chromium, looking_at, needs_chromium
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports
@@ -53,7 +54,7 @@ async def service(fleet: FakeFleet, **settings: Any) -> AsyncIterator[str]:
     async def inspect(_num_steps: int) -> RollCall:
         return RollCall([pool_view()], [])
 
-    app = create_app(AnswerMaker(Service(fleet, TEXT, ApiSettings(**settings), inspect=inspect)))
+    app = create_app(single(Service(fleet, TEXT, ApiSettings(**settings), inspect=inspect)))
     async with listening(app) as url:
         yield url
 

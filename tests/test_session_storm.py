@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.answer_maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.http_api import create_app
+from cluster.models import single
 from planner.request import SamplingParams
 from tests.company import Company
 from tests.fakes import expected_tokens, fake_info, fake_request
@@ -113,7 +114,7 @@ class Life:
 async def live(verbs: list[str], seed: int) -> Life:
     company = Company(2, max_failovers=50, info=fake_info(vocab_size=VOCAB, context=CONTEXT))
     await company.start()
-    app = create_app(AnswerMaker(Service(company.streams, TEXT, ApiSettings())))
+    app = create_app(single(Service(company.streams, TEXT, ApiSettings())))
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as http:
             life = Life(company, http, random.Random(seed))

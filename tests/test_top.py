@@ -24,7 +24,7 @@ def fleet_at(at: float, tokens: int) -> Any:
     grown = replace(busy, totals=replace(busy.totals, tokens_generated=tokens))
     service = Service(FakeFleet(MODEL, says("x"), reports=(grown, idle)), TEXT, ApiSettings())
     service.meter.events.note("w1 joined")
-    return fleet_view(service) | {"at": at}
+    return fleet_view([service]) | {"at": at}
 
 
 def test_each_worker_has_a_line_with_its_rate_and_its_cells() -> None:

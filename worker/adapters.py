@@ -65,18 +65,15 @@ class _Place:
 
 
 class AdapterShelf:
-    """Owner: the engine's loop, on its thread."""
+    """Owner: the engine's loop, on its thread. `adapters`, those that take requests, in the order in which they came,
+    may be read on any thread: it is replaced whole."""
 
     def __init__(self, slots: AdapterSlots | None, live: Collection[int]) -> None:
         """`slots`: None where the executor has none. `live`: ids of the planner's requests that have not ended."""
         self._slots = slots
         self._live = live
         self._places: list[_Place] = []
-
-    @property
-    def adapters(self) -> tuple[Adapter, ...]:
-        """Those that take requests, in the order in which they came."""
-        return tuple(place.adapter for place in self._places if not place.leaving)
+        self.adapters: tuple[Adapter, ...] = ()
 
     def check(self, request: Request) -> None:
         """Raises `UnknownModel` for a request whose adapter is not here, or is to go."""
@@ -95,6 +92,7 @@ class AdapterShelf:
         except (InvalidAdapter, UnknownModel) as refusal:
             order.done.set_exception(refusal)
         else:
+            self.adapters = tuple(place.adapter for place in self._places if not place.leaving)
             order.done.set_result(adapter)
 
     def sweep(self) -> None:

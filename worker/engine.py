@@ -117,7 +117,7 @@ class Engine:
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
-        """Those that take requests, as of the last report; needs a started engine."""
+        """Those that take requests now; needs a started engine."""
         return self._started.result().adapters
 
     @property

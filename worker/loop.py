@@ -84,7 +84,7 @@ class Loop:
         self._newcomers: set[Client] = set()
         self._patience = Patience(self._planner)
         self._shelf = AdapterShelf(executor.adapters, self._planner.live)
-        self.adapters: tuple[Adapter, ...] = ()
+        self._adapters_told: tuple[Adapter, ...] = ()
         self._in_flight: deque[_Launched] = deque()
         self._last_steps: deque[StepRecord] = deque(maxlen=NUM_STEPS_KEPT)
         self._settled_at = 0.0
@@ -93,6 +93,10 @@ class Loop:
         self._has_news = False
         self._check_cells = check_cells
         self.snapshot = self._planner.snapshot()
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        return self._shelf.adapters
 
     @property
     def pulse(self) -> Pulse:
@@ -237,7 +241,7 @@ class Loop:
             self.totals = self._tally.totals()
         blocks = self._planner.blocks
         adapters = self._shelf.adapters
-        has_changed, self.adapters = adapters != self.adapters, adapters
+        has_changed, self._adapters_told = adapters != self._adapters_told, adapters
         changes, everything = blocks.take_changes(), blocks.everything if self._newcomers else BlockChanges()
         for client, news in reports:
             is_newcomer = client in self._newcomers

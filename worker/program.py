@@ -52,7 +52,7 @@ def build_executor(config: EngineConfig, vocabulary: VocabularySource | None = N
     `vocabulary` is what answers are written in that follow a grammar; without it there can be none."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    _check_adapters(config, choose_device(config))
+    _check_adapters(config)
     grammars = _masks(vocabulary)
     if Path(config.model).suffix == SUFFIX:
         from worker.programs.loading import build_program_executor  # loads torch's compiler
@@ -98,12 +98,12 @@ def adapted_forwards(decoder: Decoder, pool: KvPool, adapters: LoraSlots) -> For
     return LoraForwards(forwards_of(decoder, pool), EagerForwards(decoder, pool, adapters=adapters))
 
 
-def _check_adapters(config: EngineConfig, device: torch.device) -> None:
+def _check_adapters(config: EngineConfig) -> None:
     """Raises `InvalidConfiguration` where adapters were asked for and nothing computes with them yet."""
     if not config.enable_lora:
         return
     is_program = Path(config.model).suffix == SUFFIX
-    if is_program or device.type == "cuda":
+    if is_program or config.device == "cuda" or choose_device(config).type == "cuda":
         where = "an exported program" if is_program else "a GPU"
         raise InvalidConfiguration(f"enable_lora is not supported on {where} yet", param="enable_lora")
 

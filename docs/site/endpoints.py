@@ -7,6 +7,7 @@ from typing import Final
 
 from protos import (
     openai,
+    openai_adapters,
     openai_answers,
     openai_embeddings,
     openai_response_answers,
@@ -88,6 +89,18 @@ ENDPOINTS: Final = (
         "a session of its own with the first tokens of this one",
         (openai_sessions.ForkBody,),
         (openai_answers.SessionCard,),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/load_lora_adapter",
+        "loads an [adapter](lora.md) at every worker; for an admin's key",
+        (openai_adapters.LoadAdapterBody,),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/unload_lora_adapter",
+        "takes no more requests for it; those that run end as they would",
+        (openai_adapters.UnloadAdapterBody,),
     ),
     Endpoint("GET", "/health", "200 as long as the service lives and has served; 503 before"),
     Endpoint("GET", "/ready", "200 while requests are taken; 503 while starting, draining or without a worker"),

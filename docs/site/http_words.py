@@ -8,6 +8,9 @@ BOOKS: Final = "For the client's own books; changes nothing."
 
 FIELDS: Final[dict[str, str]] = {
     "model": "A name that `/v1/models` lists; not given: the model that is served.",
+    "lora_name": "What clients will say for `model`.",
+    "lora_path": "The adapter's folder, below the one that the operator allows.",
+    "base_model_name": "Of several models, the one that the adapter is of.",
     "prompt": "A text, token ids, or a list of either: each gets its own choices.",
     "messages": "The conversation, turn by turn.",
     "max_tokens": "Most tokens of each choice. Not given: 16 for a completion, what the context leaves for a chat.",

@@ -1,0 +1,136 @@
+"""What a gateway has of one model: the streams to its workers, its text side, and what makes answers of the two."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+from opentelemetry.trace import Tracer
+
+from cluster.adapter_catalogue import AdapterCatalogue
+from cluster.adapter_desk import AdapterDesk
+from cluster.adapter_store import KvAdapterStore
+from cluster.adapter_sync import sync_workers
+from cluster.answer_maker import AnswerMaker, Service
+from cluster.config import ServiceConfig
+from cluster.failover import FailoverLimits
+from cluster.gateway_meter import GatewayMeter
+from cluster.gateway_metrics import gateway_samples
+from cluster.membership import Member, Members, board, board_key
+from cluster.metric import Source
+from cluster.roll_call import RollCaller
+from cluster.router import Router
+from cluster.service_metrics import gateway_labels
+from cluster.session_owner import SessionOwner
+from cluster.streams import Streams
+from cluster.text import TextModel
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+TAKE_OVER_S: Final = 10.0
+"""A new gateway waits so long for what it can expect within a second."""
+
+LOOK_S: Final = 0.05
+
+
+class GatewayModel:
+    """Owner: the gateway, on its event loop. `workers` is the handle to the deployment that runs the model. No token
+    passes through it: holding it makes Serve tell this process which workers there are."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        workers: DeploymentHandle[Any],
+        text: TextModel,
+        gateway_id: str,
+        credentials: grpc.ChannelCredentials | None,
+        tracer: Tracer,
+        sessions: SessionOwner | None,
+    ) -> None:
+        """`config` is that of this model alone, `sessions` who keeps those of this model, where there may be any."""
+        self._program = config.program
+        self._workers = workers
+        self._members: Members | None = None
+        self._draining = False
+        self._meter = GatewayMeter()
+        router = Router(
+            max_waiting=config.engine.max_waiting,
+            max_waiting_tokens=config.engine.max_waiting_tokens,
+            offset=zlib.crc32(gateway_id.encode()),
+        )
+        limits = FailoverLimits(config.failover_timeout_s, config.max_failovers, config.stall_timeout_s)
+        secret = config.secret.get_secret_value()
+        self.streams = Streams(config.model_name, secret, router, limits, self._meter, credentials, tracer)
+        roll = RollCaller(lambda steps: self._workers.broadcast("inspect", steps), lambda: self._members or {})
+        service = Service(
+            self.streams,
+            text,
+            config.http,
+            self._meter,
+            roll.call,
+            model_name=config.model_name,
+            gateway_id=gateway_id,
+            sessions=sessions,
+            adapters=self._adapter_desk(config),
+            tracer=tracer,
+        )
+        self.maker = AnswerMaker(service)
+        self._labels = gateway_labels(service.model_name, service.gateway_id)
+        self._unsubscribe = self._follow()
+
+    def open(self) -> None:
+        """Start the handle's router, and with it the membership's flow."""
+        self._workers = self._workers.options()
+
+    @property
+    def metrics(self) -> Source:
+        return Source(self._labels, gateway_samples(self._meter, self.streams))
+
+    async def take_over(self) -> None:
+        """Where there are workers, return only when requests can be served: until then Serve leaves them to the
+        gateways of the version before, whose workers may run something else. The first gateways find none."""
+        loop = asyncio.get_running_loop()
+        started_at = loop.time()
+        while not self.streams.ready:
+            others_serve = self._members and all(each.program != self._program for each in self._members.values())
+            if self._members == {} or (not others_serve and loop.time() - started_at > TAKE_OVER_S):
+                return
+            await asyncio.sleep(LOOK_S)
+
+    def drain(self) -> None:
+        """Take no new requests; what runs goes on."""
+        self._draining = True
+        self.streams.set_members({})
+
+    async def close(self) -> None:
+        """Hand back what sessions are owed, and break every stream."""
+        self._unsubscribe()
+        await self.maker.shut()
+        await self.streams.close()
+
+    def _follow(self) -> Callable[[], None]:
+        """Hear of the workers' membership from now on; gives the way to end that."""
+        loop = asyncio.get_running_loop()
+
+        def follow(members: Members) -> None:  # on Serve's router thread
+            loop.call_soon_threadsafe(self._set_members, members)
+
+        return board().subscribe(board_key(self._workers.app_name, self._workers.deployment_name), follow)
+
+    def _set_members(self, members: Mapping[str, Member]) -> None:
+        self._members = members
+        if not self._draining:
+            self.streams.set_members({name: each for name, each in members.items() if each.program == self._program})
+
+    def _adapter_desk(self, config: ServiceConfig) -> AdapterDesk | None:
+        if config.lora_folder is None:
+            return None
+        store = KvAdapterStore(self._workers.app_name, self._workers.deployment_name)
+        names = {config.model_name, *config.http.served_model_names}
+        sync = partial(sync_workers, lambda: self._workers.broadcast("sync_adapters"))
+        return AdapterDesk(self.streams, AdapterCatalogue(config.lora_modules, store), sync, config.lora_folder, names)
