@@ -53,7 +53,7 @@ async def application(folder: Path) -> AsyncIterator[str]:
     finally:
         await runner.close()
         await desk.close()
-        await maker.shut()
+        await models.first.shut()
 
 
 async def cases(url: str, seconds: int, max_examples: int, seed: int) -> tuple[int | None, str]:
