@@ -34,7 +34,7 @@ def config(model: Path) -> ModelConfig:
 
 @pytest.fixture
 def adapter(tmp_path: Path, model: Path) -> Path:
-    return save_tiny_adapter(tmp_path / "adapter", model, 1)
+    return save_tiny_adapter(tmp_path / "adapter", read_config(model), 1)
 
 
 @pytest.mark.parametrize(

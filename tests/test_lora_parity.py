@@ -14,6 +14,7 @@ from tests.tiny_adapters import VARIANTS, save_merged, save_tiny_adapter
 from tests.tiny_models import save_tiny_model
 from tests.torch_rig import Rig, executor_of, load, request
 from worker.lora import LoraSlots
+from worker.models.config import read_config
 from worker.program import Program
 from worker.torch_executor import TorchExecutor
 
@@ -66,7 +67,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def adapted_model(folder: Path, model: Path, strength: float) -> Adapted:
     adapters = [
-        save_tiny_adapter(folder / f"adapter-{seed}", model, seed, strength=strength, changes=changes)
+        save_tiny_adapter(folder / f"adapter-{seed}", read_config(model), seed, strength=strength, changes=changes)
         for seed, changes in enumerate(VARIANTS)
     ]
     merged = [save_merged(folder / f"merged-{place}", model, adapter) for place, adapter in enumerate(adapters)]

@@ -14,6 +14,7 @@ from planner.errors import InvalidAdapter, InvalidConfiguration
 from tests.tiny_adapters import save_tiny_adapter
 from tests.tiny_models import save_tiny_model
 from worker.config import EngineConfig
+from worker.models.config import read_config
 from worker.program import build_executor
 
 LORA = {"engine": {"model": "tiny", "enable_lora": True, "max_loras": 2}}
@@ -49,8 +50,8 @@ def test_settings_that_agree_are_taken() -> None:
 
 def test_modules_of_the_command_line_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model("llama", tmp_path / "model")
-    save_tiny_adapter(tmp_path / "good", tmp_path / "model", 1)
-    save_tiny_adapter(tmp_path / "bad", tmp_path / "model", 1, changes={"use_dora": True})
+    save_tiny_adapter(tmp_path / "good", read_config(tmp_path / "model"), 1)
+    save_tiny_adapter(tmp_path / "bad", read_config(tmp_path / "model"), 1, changes={"use_dora": True})
     monkeypatch.chdir(tmp_path)
     assert named_modules(["pirate=good"]) == {"pirate": os.fspath(tmp_path / "good")}
     for given, words in (
@@ -76,7 +77,7 @@ def test_what_computes_with_no_adapters_says_so_at_once(model: str, device: Any,
 
 def test_a_worker_has_the_slots_that_it_was_told(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path / "model")
-    adapter = save_tiny_adapter(tmp_path / "adapter", tmp_path / "model", 1)
+    adapter = save_tiny_adapter(tmp_path / "adapter", read_config(tmp_path / "model"), 1)
     told = {"model": os.fspath(tmp_path / "model"), "max_cells": 16, "num_threads": 1}
     plain = build_executor(EngineConfig(**told))
     assert plain.adapters is None

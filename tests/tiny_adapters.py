@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from worker.models.config import read_config
+from worker.models.config import ModelConfig, read_config
 from worker.models.lora import site_shapes
 
 # What PEFT 0.17 writes of an adapter that was trained with its defaults.
@@ -52,9 +52,9 @@ CONFIG: dict[str, Any] = {
 
 
 def save_tiny_adapter(
-    folder: Path, model: Path, seed: int, *, strength: float = 0.3, changes: dict[str, Any] | None = None
+    folder: Path, model: ModelConfig, seed: int, *, strength: float = 0.3, changes: dict[str, Any] | None = None
 ) -> Path:
-    """Write an adapter for the checkpoint in `model`; `changes` of its configuration. All layers have it."""
+    """Write an adapter for `model`; `changes` of its configuration. All layers have it."""
     config = CONFIG | (changes or {})
     modules = _modules(model)
     generator = torch.Generator().manual_seed(seed)
@@ -78,16 +78,19 @@ def save_merged(folder: Path, model: Path, adapter: Path) -> Path:
     config = json.loads((adapter / "adapter_config.json").read_text())
     halves = load_file(adapter / "adapter_model.safetensors")
     weights = load_file(model / "model.safetensors")
-    for name in _modules(model):
+    for name in _modules(read_config(model)):
         down, up = (halves.get(f"base_model.model.{name}.lora_{half}.weight") for half in "AB")
         if down is None or up is None:
             continue
         rank = len(down)
-        scale = config["lora_alpha"] / (math.sqrt(rank) if config["use_rslora"] else rank)
-        weights[f"{name}.weight"] = weights[f"{name}.weight"].float() + scale * (up.double() @ down.double()).float()
+        weights[f"{name}.weight"] = weights[f"{name}.weight"].float() + scale_of(config, rank) * (up @ down)
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text((model / "config.json").read_text())
     return folder
+
+
+def scale_of(config: dict[str, Any], rank: int) -> float:
+    return float(config["lora_alpha"] / (math.sqrt(rank) if config["use_rslora"] else rank))
 
 
 def rank_of(config: dict[str, Any], name: str) -> int:
@@ -95,9 +98,8 @@ def rank_of(config: dict[str, Any], name: str) -> int:
     return next((rank for end, rank in special.items() if name.endswith(end)), int(config["r"]))
 
 
-def _modules(model: Path) -> dict[str, tuple[int, int]]:
-    """The projections of a checkpoint and their shapes."""
-    config = read_config(model)
+def _modules(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The projections of a model and their shapes."""
     shapes = {
         part: (outputs, shape.num_inputs)
         for site, shape in site_shapes(config).items()

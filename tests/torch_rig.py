@@ -26,12 +26,13 @@ from worker.torch_executor import TorchExecutor
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def load(model: str, **settings: Any) -> Program:
+def load(model: str, *, keep_blocks: bool = True, **settings: Any) -> Program:
     """One thread: where cores are shared, waiting for a second one costs more than it brings."""
     from torch import set_num_threads
 
     set_num_threads(1)
-    return load_program(EngineConfig(model=model, device="cpu", dtype="float32", num_threads=1, **settings))
+    config = EngineConfig(model=model, device="cpu", dtype="float32", num_threads=1, **settings)
+    return load_program(config, keep_blocks=keep_blocks)
 
 
 def executor_of(
