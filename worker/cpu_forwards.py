@@ -23,32 +23,36 @@ from worker.cpu_linear import MOST_ROWS, compile_small_linear, run
 from worker.cpu_seen import seen_cells
 from worker.forwards import EagerForwards, Forwards, SelectedLogits
 from worker.kv_pool import KvPool
+from worker.lora import LoraSlots
 from worker.models.block_matrix import BlockMatrix
-from worker.models.decoder import Decoder
+from worker.models.decoder import Beside, Decoder, matrix_at
 from worker.models.layers import rms_norm
+from worker.models.lora import Site
 
 # Rows that together see fewer cells are done before a second thread has woken up.
 _FEW_SEEN = 512
 _NO_NORM = np.empty(0, dtype=np.float32)
 
 
-def forwards_of(decoder: Decoder, pool: KvPool) -> Forwards:
-    """The fastest way that there is to run `decoder` outside of a GPU's own executor."""
+def forwards_of(decoder: Decoder, pool: KvPool, adapters: LoraSlots | None = None) -> Forwards:
+    """The fastest way that there is to run `decoder`, with `adapters` beside it, outside of a GPU's own executor."""
     if decoder.device.type == "cpu" and decoder.dtype == torch.float32 and not decoder.weights.is_quantized:
-        return CpuForwards(decoder, pool)
-    return EagerForwards(decoder, pool)
+        return CpuForwards(decoder, pool, adapters)
+    return EagerForwards(decoder, pool, adapters=adapters)
 
 
 class CpuForwards:
     """A `Forwards`."""
 
-    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
-        """`decoder` is in float32 on the CPU, `pool` has its geometry. Compiles kernels, once a machine."""
+    def __init__(self, decoder: Decoder, pool: KvPool, adapters: LoraSlots | None = None) -> None:
+        """`decoder` is in float32 on the CPU, `pool` has its geometry. Compiles kernels, once a machine. With
+        `adapters`, of which the one pass knows nothing, it does without that pass."""
         config = decoder.config
         self._decoder = decoder
         self._pool = pool
-        self._blocks = BlockPass(decoder, pool) if has_block_pass(decoder) else None
-        self._eager = EagerForwards(decoder, pool)
+        self._adapters = adapters
+        self._blocks = BlockPass(decoder, pool) if adapters is None and has_block_pass(decoder) else None
+        self._eager = EagerForwards(decoder, pool, adapters=adapters)
         self._num_beats = 0
         self._small_linear = compile_small_linear()
         shared = config.num_heads // config.num_kv_heads
@@ -67,7 +71,7 @@ class CpuForwards:
             hidden = self._blocks.run(batch)
         elif len(batch.pieces) == num_rows <= MOST_ROWS:
             use_threads_of_torch()
-            hidden = self._decode(batch)
+            hidden = self._decode(batch, None if self._adapters is None else self._adapters.beside(batch))
         else:
             return self._eager.run(batch, method, wanted)
         logits = self._logits(hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64)))
@@ -78,12 +82,18 @@ class CpuForwards:
             return product(x, weight.tiles, bias)
         return run(self._small_linear, x, weight, bias)
 
+    def _product(self, x: Tensor, layer: int, site: Site, beside: Beside | None) -> Tensor:
+        product = self._linear(x, *matrix_at(self._decoder.weights.layers[layer], site))
+        if beside is not None:
+            beside.add(layer, site, x, product)
+        return product
+
     def _logits(self, hidden: Tensor) -> Tensor:
         self._num_beats += 1
         weights = self._decoder.weights
         return self._linear(rms_norm(hidden, weights.final_norm, self._decoder.config.norm_eps), weights.head, None)
 
-    def _decode(self, batch: Batch) -> Tensor:
+    def _decode(self, batch: Batch, beside: Beside | None) -> Tensor:
         config, weights = self._decoder.config, self._decoder.weights
         hidden = functional.embedding(torch.from_numpy(batch.tokens), weights.embedding)
         num_rows, num_heads = len(hidden), config.num_heads + 2 * config.num_kv_heads
@@ -94,7 +104,7 @@ class CpuForwards:
         for index, layer in enumerate(weights.layers):
             self._num_beats += 1
             add_norm(hidden.numpy(), delta.numpy(), layer.attention_norm.numpy(), config.norm_eps, normed.numpy())
-            heads = self._linear(normed, layer.qkv, layer.qkv_bias)
+            heads = self._product(normed, index, Site.QKV, beside)
             rotate_attend(
                 heads.view(num_rows, num_heads, config.head_dim).numpy(),
                 *(_NO_NORM if norm is None else norm.numpy() for norm in (layer.query_norm, layer.key_norm)),
@@ -109,10 +119,10 @@ class CpuForwards:
                 seen.ends,
                 mixed.numpy(),
             )
-            delta = self._linear(mixed.view(num_rows, -1), layer.output, layer.output_bias)
+            delta = self._product(mixed.view(num_rows, -1), index, Site.OUTPUT, beside)
             add_norm(hidden.numpy(), delta.numpy(), layer.mlp_norm.numpy(), config.norm_eps, normed.numpy())
-            gate, up = self._linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            delta = self._linear(functional.silu(gate).mul_(up), layer.down, layer.down_bias)
+            gate, up = self._product(normed, index, Site.GATE_UP, beside).chunk(2, dim=-1)
+            delta = self._product(functional.silu(gate).mul_(up), index, Site.DOWN, beside)
         return hidden.add_(delta)
 
 

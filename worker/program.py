@@ -15,7 +15,7 @@ from worker.cell_rows import cell_dtype
 from worker.config import CPU_PREFILL_TOKENS, CPU_SWAP_SPACE, GPU_PREFILL_TOKENS, GPU_SWAP_SPACE, EngineConfig
 from worker.cpu_forwards import forwards_of
 from worker.executor import Executor, ProgramInfo
-from worker.forwards import EagerForwards, Forwards
+from worker.forwards import Forwards
 from worker.kv_pool import KvPool, bytes_per_cell
 from worker.lora import LoraSlots
 from worker.lora_forwards import LoraForwards
@@ -95,7 +95,7 @@ def executor_over(
 
 def adapted_forwards(decoder: Decoder, pool: KvPool, adapters: LoraSlots) -> Forwards:
     """What runs `decoder` with adapters beside it."""
-    return LoraForwards(forwards_of(decoder, pool), EagerForwards(decoder, pool, adapters=adapters))
+    return LoraForwards(forwards_of(decoder, pool), forwards_of(decoder, pool, adapters))
 
 
 def _check_adapters(config: EngineConfig) -> None:

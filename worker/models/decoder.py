@@ -112,7 +112,7 @@ class Decoder:
         return _product(index, layer, Site.OUTPUT, mixed.flatten(1), beside)
 
 
-def _matrix_at(layer: LayerWeights, site: Site) -> tuple[Tensor, Tensor | None]:
+def matrix_at(layer: LayerWeights, site: Site) -> tuple[Tensor, Tensor | None]:
     """The matrix that makes a layer's product, and its bias."""
     match site:
         case Site.QKV:
@@ -126,7 +126,7 @@ def _matrix_at(layer: LayerWeights, site: Site) -> tuple[Tensor, Tensor | None]:
 
 
 def _product(index: int, layer: LayerWeights, site: Site, x: Tensor, beside: Beside | None) -> Tensor:
-    product = functional.linear(x, *_matrix_at(layer, site))
+    product = functional.linear(x, *matrix_at(layer, site))
     if beside is not None:
         beside.add(index, site, x, product)
     return product
