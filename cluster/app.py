@@ -15,7 +15,7 @@ from cluster.gateway import Gateway
 from cluster.membership_router import MembershipRouter
 from cluster.otlp_settings import with_otlp_of
 from cluster.scaling_policy import LoadPolicy
-from cluster.session_keeper import SessionKeeper
+from cluster.session_keeper import KeeperSettings, SessionKeeper
 from cluster.session_owner import session_limits
 from cluster.shared_secret import cluster_secret
 from cluster.worker import Worker
@@ -95,16 +95,17 @@ def _session_keeper(config: ServiceConfig) -> Application | None:
     """One for all gateways, however many there are or will be; none where there may be no sessions."""
     if config.http.max_sessions == 0:
         return None
+    settings = KeeperSettings(session_limits(config.http), config.secret, config.data_plane_host, config.data_plane_tls)
     return serve.deployment(
         name="Sessions",
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=SHUTDOWN_MARGIN_S,
-    )(SessionKeeper).bind(session_limits(config.http))
+        request_router_config=RequestRouterConfig(request_router_class=MembershipRouter),  # type: ignore[arg-type]
+    )(SessionKeeper).bind(settings)
 
 
 def _number_of_workers(config: ServiceConfig) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 
 from cluster.activity import Activity, activity
 from cluster.batch_api import Batches
@@ -23,12 +21,12 @@ from cluster.grpc_api import GrpcApi
 from cluster.grpc_health import Health
 from cluster.grpc_methods import GrpcMethods
 from cluster.http_api import create_app
+from cluster.keeper_link import KeeperLink
 from cluster.listing import follow_listing
 from cluster.models import Models
 from cluster.ray_metrics import RayMetrics
 from cluster.request_log import log_requests_to
 from cluster.router import Predictions
-from cluster.session_keeper import RemoteOwner
 from cluster.session_owner import ScopedOwner
 from cluster.text import TextModel, load_text
 from worker.tls import channel_credentials
@@ -57,7 +55,8 @@ class Gateway(GrpcMethods):
         credentials = None if config.data_plane_tls is None else channel_credentials(Path(config.data_plane_tls))
         tag = context.replica_tag
         self._tracing = open_tracing(config.otlp_endpoint, config.otlp_protocol, "raycomb-gateway", tag)
-        keeper = None if sessions is None else RemoteOwner(sessions, (RayError, RayServeException))
+        secret = config.secret.get_secret_value()
+        self._keeper = None if sessions is None else KeeperLink(sessions, secret, credentials)
         self._each = [
             GatewayModel(
                 one,
@@ -66,7 +65,7 @@ class Gateway(GrpcMethods):
                 tag,
                 credentials,
                 self._tracing.tracer,
-                None if keeper is None else ScopedOwner(keeper, one.model_name if config.others else ""),
+                self._sessions_of(one.model_name if config.others else ""),
             )
             for one, handle, text in zip(config.each, workers, texts, strict=True)
         ]
@@ -77,7 +76,7 @@ class Gateway(GrpcMethods):
         self._draining = False
         self._ray_metrics = RayMetrics(lambda: [one.metrics for one in self._each])
         self._ray_metrics.start()
-        for one in self._each:
+        for one in (*self._each, *filter(None, [self._keeper])):
             one.open()
         self._unfollow = follow_listing(context, self._set_listed)
         await asyncio.gather(*(one.take_over() for one in self._each))
@@ -85,6 +84,9 @@ class Gateway(GrpcMethods):
     def __serve_build_asgi_app__(self) -> Any:
         """Serve asks for the application once, after the constructor."""
         return create_app(self._models, self._batches, tells_request_id=False)
+
+    def _sessions_of(self, scope: str) -> ScopedOwner | None:
+        return None if self._keeper is None else ScopedOwner(self._keeper.owner, scope)
 
     async def _open_batches(self, folder: str | None) -> Batches | None:
         if folder is None:
@@ -132,6 +134,8 @@ class Gateway(GrpcMethods):
                 await self._batches.runner.close()
                 await self._batches.desk.close()
             await asyncio.gather(*(one.close() for one in self._each))
+            if self._keeper is not None:
+                await self._keeper.close()
             await self._ray_metrics.stop()
             await asyncio.to_thread(self._tracing.close)
 

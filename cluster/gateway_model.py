@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +20,7 @@ from cluster.config import ServiceConfig
 from cluster.failover import FailoverLimits
 from cluster.gateway_meter import GatewayMeter
 from cluster.gateway_metrics import gateway_samples
-from cluster.membership import Member, Members, board, board_key
+from cluster.membership import Member, Members, board_key, follow_members
 from cluster.metric import Source
 from cluster.roll_call import RollCaller
 from cluster.router import Router
@@ -81,7 +81,7 @@ class GatewayModel:
         )
         self.maker = AnswerMaker(service)
         self._labels = gateway_labels(service.model_name, service.gateway_id)
-        self._unsubscribe = self._follow()
+        self._unsubscribe = follow_members(board_key(workers.app_name, workers.deployment_name), self._set_members)
 
     def open(self) -> None:
         """Start the handle's router, and with it the membership's flow."""
@@ -112,15 +112,6 @@ class GatewayModel:
         self._unsubscribe()
         await self.maker.shut()
         await self.streams.close()
-
-    def _follow(self) -> Callable[[], None]:
-        """Hear of the workers' membership from now on; gives the way to end that."""
-        loop = asyncio.get_running_loop()
-
-        def follow(members: Members) -> None:  # on Serve's router thread
-            loop.call_soon_threadsafe(self._set_members, members)
-
-        return board().subscribe(board_key(self._workers.app_name, self._workers.deployment_name), follow)
 
     def _set_members(self, members: Mapping[str, Member]) -> None:
         self._members = members

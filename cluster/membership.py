@@ -5,6 +5,7 @@ Free of Ray.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -67,6 +68,17 @@ def board() -> MembershipBoard:
 def board_key(app_name: str, deployment_name: str) -> str:
     """The board's name of a deployment."""
     return f"{app_name}/{deployment_name}"
+
+
+def follow_members(deployment: str, listener: Listener) -> Callable[[], None]:
+    """Call `listener` on the running loop with the membership as it is (if known) and at each change; gives the way to
+    end that. `deployment`: its key on the process's board."""
+    loop = asyncio.get_running_loop()
+
+    def hear(members: Members) -> None:  # on Serve's router thread
+        loop.call_soon_threadsafe(listener, members)
+
+    return board().subscribe(deployment, hear)
 
 
 def members_of(metadata: Iterable[Mapping[str, str]]) -> Members:

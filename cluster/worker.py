@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Final
 
-import ray
 from ray import serve
 
 from cluster.adapter_catalogue import AdapterCatalogue
@@ -24,6 +23,7 @@ from cluster.config import ServiceConfig
 from cluster.debug_views import View, worker_view
 from cluster.engine_factory import make_engine
 from cluster.metric import Source
+from cluster.node_address import node_address
 from cluster.ray_metrics import RayMetrics
 from cluster.scaling import load_report
 from cluster.service_metrics import worker_labels
@@ -163,9 +163,3 @@ class Worker:
         time.sleep(0.5)
         self._tracing.flush()
         os._exit(EXIT_CODE_OF_DEAD_ENGINE)
-
-
-def node_address() -> str:
-    """The address of this node, as Ray knows it."""
-    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return address

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import JsonValue
+from typing import Annotated
+
+from pydantic import Field, JsonValue
 
 from protos.openai_body import Body
 
@@ -17,4 +19,4 @@ class OpenBody(Body):
 class ForkBody(Body):
     """POST /v1/sessions/{id}/fork. `at`: how many tokens the fork keeps; all where it does not say."""
 
-    at: int | None = None
+    at: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None

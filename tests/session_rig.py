@@ -1,60 +1,74 @@
-"""Both owners of sessions for tests, and a handle to a keeper as Serve's: what crosses it is pickled."""
+"""Owners of sessions for tests: one in the process that asks, and a keeper behind real gRPC that may go and come."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from cluster.session_keeper import ANSWER_WITHIN_S, RemoteOwner, SessionKeeper
+from cluster.remote_sessions import ANSWER_WITHIN_S, RemoteOwner
 from cluster.session_owner import LocalOwner, SessionOwner
+from cluster.session_server import SessionServer
 from cluster.sessions import SessionLimits, Sessions
-from tests.fake_fleet import open_gate
 
 LIMITS = SessionLimits(max_sessions=4096, max_per_account=1024, idle_s=600.0)
+SECRET = "a secret of these tests"
 
 
-class KeeperGoneError(Exception):
-    """Stands for what Ray raises where an actor has died."""
+class Keeper:
+    """Listens while it is there. `owner` makes a gateway's view of it, which hears of each new address."""
+
+    def __init__(self, limits: SessionLimits) -> None:
+        self._limits = limits
+        self._sessions = Sessions(limits)
+        self._server: SessionServer | None = None
+        self._owners: list[RemoteOwner] = []
+        self.address = ""
+
+    async def start(self) -> None:
+        self._server = SessionServer(self._sessions, SECRET, "127.0.0.1")
+        self.address = await self._server.start()
+        for owner in self._owners:
+            owner.set_address(self.address)
+
+    async def stop(self) -> None:
+        """Nobody is there then, and gateways do not know it yet."""
+        if self._server is not None:
+            await self._server.stop()
+            self._server = None
+
+    async def replace(self) -> None:
+        """By one that knows no session, as Serve does with one that died."""
+        await self.stop()
+        self._sessions = Sessions(self._limits)
+        await self.start()
+
+    def owner(self, *, secret: str = SECRET, patience_s: float = ANSWER_WITHIN_S) -> RemoteOwner:
+        made = RemoteOwner(secret, patience_s=patience_s)
+        made.set_address(self.address)
+        self._owners.append(made)
+        return made
+
+    async def close(self) -> None:
+        await self.stop()
+        for owner in self._owners:
+            await owner.shut()
 
 
-class KeeperHandle:
-    """Asks `keeper` once `gate` is open; `is_gone`: nobody is there. `calls` are the names of what was asked."""
-
-    def __init__(self, limits: SessionLimits = LIMITS) -> None:
-        self.limits = limits
-        self.keeper = SessionKeeper(limits)
-        self.is_gone = False
-        self.gate = open_gate()
-        self.calls: list[str] = []
-
-    def replace(self) -> None:
-        """As Serve does with one that died."""
-        self.keeper = SessionKeeper(self.limits)
-        self.is_gone = False
-
-    def __getattr__(self, name: str) -> _Method:
-        return _Method(lambda *args, **kwargs: self._ask(name, args, kwargs))
-
-    async def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
-        self.calls.append(name)
-        sent = pickle.dumps((args, kwargs))
-        await self.gate.wait()
-        if self.is_gone:
-            raise KeeperGoneError
-        args, kwargs = pickle.loads(sent)
-        return pickle.loads(pickle.dumps(await getattr(self.keeper, name)(*args, **kwargs)))
+@asynccontextmanager
+async def keeper(limits: SessionLimits = LIMITS) -> AsyncIterator[Keeper]:
+    made = Keeper(limits)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
 
 
-class _Method:
-    def __init__(self, remote: Callable[..., Awaitable[Any]]) -> None:
-        self.remote = remote
-
-
-def remote_owner(handle: KeeperHandle, patience_s: float = ANSWER_WITHIN_S) -> RemoteOwner:
-    return RemoteOwner(handle, (KeeperGoneError,), patience_s)  # type: ignore[arg-type]  # stands for Serve's
-
-
-def owners(limits: SessionLimits = LIMITS) -> dict[str, SessionOwner]:
-    """One of each kind, by name."""
-    return {"local": LocalOwner(Sessions(limits)), "remote": remote_owner(KeeperHandle(limits))}
+@asynccontextmanager
+async def owner_of_kind(kind: str, limits: SessionLimits = LIMITS) -> AsyncIterator[SessionOwner]:
+    """`kind`: "local" or "remote"."""
+    if kind == "local":
+        yield LocalOwner(Sessions(limits))
+        return
+    async with keeper(limits) as kept:
+        yield kept.owner()

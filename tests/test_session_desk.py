@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -12,11 +12,11 @@ from tokenizers.processors import TemplateProcessing
 
 from cluster.session_desk import RENEW_S, SessionDesk
 from cluster.session_owner import LocalOwner
-from cluster.sessions import SessionLimits, Sessions, SessionState, SessionView
+from cluster.sessions import Begun, SessionLimits, Sessions, SessionState, SessionView
 from cluster.text import TextModel
 from planner.errors import QueueFull, SessionBusy, Unavailable, UnknownSession
 from tests.http_desk import TEXT, Desk, RawClient, desk, refusal, says, until
-from tests.session_rig import KeeperHandle, remote_owner
+from tests.session_rig import LIMITS, keeper
 from tests.tiny_text import EOS, SPECIALS, tiny_tokenizer
 
 SHORT_LEASE = SessionLimits(max_sessions=4, max_per_account=2, idle_s=600.0, lease_s=0.8)
@@ -24,13 +24,14 @@ COMPLETIONS = "/v1/completions"
 BOS = 1
 
 
-@contextlib.asynccontextmanager
-async def shut(*desks: SessionDesk) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        for each in desks:
-            await each.shut()
+@asynccontextmanager
+async def desks(limits: SessionLimits = LIMITS) -> AsyncIterator[tuple[SessionDesk, SessionDesk]]:
+    """Of two gateways."""
+    async with keeper(limits) as kept:
+        here, there = SessionDesk(kept.owner()), SessionDesk(kept.owner())
+        yield here, there
+        await here.shut()
+        await there.shut()
 
 
 async def running(d: Desk, session: str) -> asyncio.Task[httpx.Response]:
@@ -42,9 +43,7 @@ async def running(d: Desk, session: str) -> asyncio.Task[httpx.Response]:
 
 
 async def test_what_one_gateway_generated_another_goes_on_with() -> None:
-    handle = KeeperHandle()
-    here, there = SessionDesk(remote_owner(handle)), SessionDesk(remote_owner(handle))
-    async with shut(here, there):
+    async with desks() as (here, there):
         session = (await here.open("me")).id
         turn = await here.begin(session, "me", [1, 2], 4, 64)
         assert list(turn.history) == []
@@ -52,23 +51,21 @@ async def test_what_one_gateway_generated_another_goes_on_with() -> None:
             await there.begin(session, "me", [3], 4, 64)
         turn.take([7, 8])
         assert await turn.end()
-        assert list((await there.begin(session, "me", [3], 4, 64)).history) == [1, 2, 7, 8]
+        following = await there.begin(session, "me", [3], 4, 64)
+        assert list(following.history) == [1, 2, 7, 8]
 
 
 async def test_a_key_has_its_limit_at_all_gateways_together() -> None:
-    handle = KeeperHandle(SHORT_LEASE)
-    here, there = SessionDesk(remote_owner(handle)), SessionDesk(remote_owner(handle))
-    await here.open("me")
-    await there.open("me")
-    with pytest.raises(QueueFull, match="2 sessions are open; at most 2 may be") as caught:
+    async with desks(SHORT_LEASE) as (here, there):
         await here.open("me")
-    assert caught.value.retry_after_s == 600.0
+        await there.open("me")
+        with pytest.raises(QueueFull, match="2 sessions are open; at most 2 may be") as caught:
+            await here.open("me")
+        assert caught.value.retry_after_s == 600.0
 
 
 async def test_a_session_stays_busy_while_its_gateway_lives_and_no_longer() -> None:
-    handle = KeeperHandle(SHORT_LEASE)
-    here, there = SessionDesk(remote_owner(handle)), SessionDesk(remote_owner(handle))
-    async with shut(there):
+    async with desks(SHORT_LEASE) as (here, there):
         session = (await here.open("me")).id
         turn = await here.begin(session, "me", [1, 2], 4, 64)
         turn.take([7])
@@ -81,9 +78,8 @@ async def test_a_session_stays_busy_while_its_gateway_lives_and_no_longer() -> N
 
 
 async def test_a_close_at_one_gateway_ends_what_runs_at_another() -> None:
-    handle = KeeperHandle()
-    here = SessionDesk(remote_owner(handle))
-    async with desk(says("hello world"), sessions=remote_owner(handle)) as d:
+    async with keeper() as kept, desk(says("hello world"), sessions=kept.owner()) as d:
+        here = SessionDesk(kept.owner())
         session = (await here.open("")).id
         task = await running(d, session)
         await here.close(session, "")
@@ -95,7 +91,7 @@ async def test_a_close_at_one_gateway_ends_what_runs_at_another() -> None:
 
 
 async def test_a_client_that_leaves_gives_its_session_back_with_what_came() -> None:
-    async with desk(says("hello world " * 4), sessions=remote_owner(KeeperHandle())) as d:
+    async with keeper() as kept, desk(says("hello world " * 4), sessions=kept.owner()) as d:
         session = (await d.post("/v1/sessions")).json()["id"]
         client = RawClient(d.app, {"prompt": "ab", "max_tokens": 60, "session_id": session, "stream": True})
         task = asyncio.create_task(client.run())
@@ -111,47 +107,69 @@ async def test_a_client_that_leaves_gives_its_session_back_with_what_came() -> N
         assert d.fleet.requests[1].prompt.tolist() == [*history, 5]
 
 
+class SlowOwner(LocalOwner):
+    """Says that a session is taken only when `gate` is open."""
+
+    def __init__(self) -> None:
+        super().__init__(Sessions(LIMITS))
+        self.gate = asyncio.Event()
+        self.begun = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    async def begin(
+        self, session_id: str, account: str, delta: Sequence[int], max_tokens: int | None, context: int
+    ) -> Begun:
+        begun = await super().begin(session_id, account, delta, max_tokens, context)
+        self.begun.set()
+        await self.gate.wait()
+        return begun
+
+    async def end(self, turn_id: str, generated: Sequence[int], *, failed: bool) -> bool:
+        self.ended.set()
+        return await super().end(turn_id, generated, failed=failed)
+
+
 async def test_who_leaves_while_a_session_is_being_taken_leaves_it_free() -> None:
-    handle = KeeperHandle()
-    here = SessionDesk(remote_owner(handle))
-    async with shut(here):
-        session = (await here.open("")).id
-        handle.gate.clear()
-        beginning = asyncio.create_task(here.begin(session, "", [1], 4, 64))
-        await until(lambda: handle.calls[-1] == "begin")
-        beginning.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await beginning
-        handle.gate.set()
-        await until(lambda: handle.calls[-1] == "end")
-        assert (await here.get(session, "")).state is SessionState.IDLE
+    owner = SlowOwner()
+    here = SessionDesk(owner)
+    session = (await here.open("")).id
+    beginning = asyncio.create_task(here.begin(session, "", [1], 4, 64))
+    await owner.begun.wait()
+    beginning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await beginning
+    assert (await here.get(session, "")).state is SessionState.BUSY
+    owner.gate.set()
+    await owner.ended.wait()
+    assert (await here.get(session, "")).state is SessionState.IDLE
+    await here.shut()
 
 
 async def test_what_was_generated_reaches_an_owner_that_was_away() -> None:
-    handle = KeeperHandle()
-    here = SessionDesk(remote_owner(handle))
-    async with shut(here):
+    async with keeper() as kept:
+        here = SessionDesk(kept.owner())
         session = (await here.open("")).id
         turn = await here.begin(session, "", [1], 4, 64)
         turn.take([2])
-        handle.is_gone = True
+        await kept.stop()
         ending = asyncio.create_task(turn.end())
-        await until(lambda: handle.calls.count("end") == 2)
-        handle.is_gone = False
+        await asyncio.wait([ending], timeout=0.5)
+        assert not ending.done()
+        await kept.start()
         assert await ending
         assert (await here.get(session, "")).position == 1
+        await here.shut()
 
 
 async def test_sessions_of_an_owner_that_died_are_unknown_and_what_runs_on_them_ends() -> None:
-    handle = KeeperHandle()
-    async with desk(says("hello world"), sessions=remote_owner(handle)) as d:
+    async with keeper() as kept, desk(says("hello world"), sessions=kept.owner()) as d:
         session = (await d.post("/v1/sessions")).json()["id"]
         task = await running(d, session)
-        handle.is_gone = True
+        await kept.stop()
         for answer in (await d.post("/v1/sessions"), await d.post(COMPLETIONS, prompt="x", session_id=session)):
-            assert refusal(answer, 503)["message"] == "the owner of the sessions does not answer: KeeperGoneError"
+            assert refusal(answer, 503)["message"] == "the owner of the sessions does not answer: UNAVAILABLE"
             assert answer.headers["retry-after"] == "1"
-        handle.replace()
+        await kept.replace()
         d.fleet.gate.set()
         assert refusal(await task, 404)["code"] == "session_not_found"
         late = await d.post(COMPLETIONS, prompt="x", session_id=session)
@@ -160,24 +178,43 @@ async def test_sessions_of_an_owner_that_died_are_unknown_and_what_runs_on_them_
 
 
 async def test_a_stream_ends_well_only_when_its_session_has_it() -> None:
-    handle = KeeperHandle()
-    async with desk(says("hi"), sessions=remote_owner(handle)) as d:
+    async with keeper() as kept, desk(says("hi"), sessions=kept.owner()) as d:
         session = (await d.post("/v1/sessions")).json()["id"]
         d.fleet.gate.clear()
         task = asyncio.create_task(d.post(COMPLETIONS, prompt="ab", max_tokens=8, session_id=session, stream=True))
         await until(lambda: d.fleet.num_running == 1)
-        handle.replace()  # and the sessions are lost
+        await kept.replace()  # and the sessions are lost
         d.fleet.gate.set()
         text = (await task).text
         assert '"finish_reason":"stop"' not in text
         assert "session_not_found" in text
 
 
-async def test_an_owner_that_says_nothing_is_waited_for_a_while() -> None:
-    handle = KeeperHandle()
-    handle.gate.clear()
-    with pytest.raises(Unavailable, match="does not answer: TimeoutError"):
-        await remote_owner(handle, patience_s=0.05).open("")
+async def test_an_owner_that_is_not_there_yet_is_waited_for_a_while() -> None:
+    async with keeper() as kept:
+        owner = kept.owner(patience_s=0.2)
+        owner.set_address(None)
+        with pytest.raises(Unavailable, match=r"did not answer in 0\.2 s"):
+            await owner.open("")
+        opening = asyncio.create_task(owner.open(""))
+        await asyncio.sleep(0.05)
+        owner.set_address(kept.address)
+        assert (await opening).is_empty
+
+
+async def test_whoever_lacks_the_secret_is_told_nothing() -> None:
+    async with keeper() as kept:
+        with pytest.raises(Unavailable, match="UNAUTHENTICATED"):
+            await kept.owner(secret="another").of("")
+
+
+async def test_a_session_is_unknown_to_another_account() -> None:
+    async with desks() as (here, _):
+        session = (await here.open("me")).id
+        for asked in (here.get, here.close):
+            with pytest.raises(UnknownSession) as caught:
+                await asked(session, "you")
+            assert caught.value.param == "session_id"
 
 
 class LateOwner(LocalOwner):
@@ -209,12 +246,3 @@ async def test_a_text_is_the_beginning_of_a_session_only_where_it_is() -> None:
         assert (await d.post(COMPLETIONS, prompt="ab", max_tokens=1, session_id=session)).status_code == 200
         assert d.fleet.requests[1].prompt.tolist() == [*first, TEXT.encode("hi")[0], *TEXT.encode("ab")]
         assert (await owner.get(session, "")).state is SessionState.IDLE
-
-
-async def test_a_session_is_unknown_to_another_account() -> None:
-    here = SessionDesk(remote_owner(KeeperHandle()))
-    session = (await here.open("me")).id
-    for asked in (here.get, here.close):
-        with pytest.raises(UnknownSession) as caught:
-            await asked(session, "you")
-        assert caught.value.param == "session_id"

@@ -14,7 +14,7 @@ from cluster.session_owner import session_limits
 from planner.errors import ForwardFailed
 from tests.grammar_rig import TEXT
 from tests.http_desk import CHAT, Desk, desk, refusal, says
-from tests.session_rig import owners
+from tests.session_rig import owner_of_kind
 from tests.tiny_text import EOS
 
 COMPLETIONS = "/v1/completions"
@@ -22,15 +22,15 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture(params=["local", "remote"])
 def owner(request: pytest.FixtureRequest) -> str:
-    """Who keeps the sessions: the application itself, or a keeper behind a handle. Nobody can tell."""
+    """Who keeps the sessions: the application itself, or a keeper over gRPC. Nobody can tell."""
     kind: str = request.param
     return kind
 
 
 @asynccontextmanager
 async def kept_by(owner: str, script: Any = None, **settings: Any) -> AsyncIterator[Desk]:
-    kept = owners(session_limits(ApiSettings(**settings)))[owner]
-    async with desk(script, sessions=kept, **settings) as d:
+    limits = session_limits(ApiSettings(**settings))
+    async with owner_of_kind(owner, limits) as kept, desk(script, sessions=kept, **settings) as d:
         yield d
 
 
