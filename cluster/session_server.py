@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 from typing import Any, Final
 
 import grpc
@@ -14,6 +15,8 @@ from planner.errors import InvalidRequest, RequestRefused
 from protos import sessions_pb2 as pb
 from protos import sessions_pb2_grpc
 from worker.wire import CHANNEL_OPTIONS, SECRET_METADATA, error_to_proto
+
+logger = logging.getLogger(__name__)
 
 SERVER_OPTIONS: Final = (
     *CHANNEL_OPTIONS,
@@ -64,6 +67,7 @@ class _Answers(sessions_pb2_grpc.SessionKeeperServicer):
     async def Ask(self, question: pb.Question, context: Context) -> pb.Answer:  # noqa: N802 - gRPC's name
         given = dict(context.invocation_metadata()).get(SECRET_METADATA, "")
         if not hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._secret):
+            logger.warning("refused a question from %s: it lacks the secret", context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{SECRET_METADATA} is missing or wrong")
         try:
             return self._answer(question, self._sessions)
