@@ -76,8 +76,10 @@ class Gateway(GrpcMethods):
         self._draining = False
         self._ray_metrics = RayMetrics(lambda: [one.metrics for one in self._each])
         self._ray_metrics.start()
-        for one in (*self._each, *filter(None, [self._keeper])):
+        for one in self._each:
             one.open()
+        if self._keeper is not None:
+            self._keeper.open()
         self._unfollow = follow_listing(context, self._set_listed)
         await asyncio.gather(*(one.take_over() for one in self._each))
 
