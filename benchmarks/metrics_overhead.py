@@ -5,15 +5,15 @@ The service runs with an executor that computes nothing, so whatever it takes is
 time is read from the system. What metrics add to that is timed alone, call for call as the service makes them: a
 difference of two whole runs would drown in the noise of a shared machine.
 
-    python -m benchmarks.metrics_overhead --sequences 256 --tokens 200
+    python -m benchmarks.metrics_overhead --sequences 256 --tokens 100
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
+import statistics
 import tempfile
 import time
 import uuid
@@ -22,10 +22,7 @@ from pathlib import Path
 
 import psutil
 import ray
-from ray._common import ray_constants
-from ray.serve._private.common import ServeComponentType
-from ray.serve._private.logging_utils import configure_component_logger
-from ray.serve.schema import LoggingConfig
+from ray._common.ray_constants import LOGGING_ROTATE_BACKUP_COUNT, LOGGING_ROTATE_BYTES
 
 from benchmarks.against_handle_streams import HAPROXY, MODEL, throughput
 from benchmarks.record import record
@@ -39,7 +36,7 @@ from cluster.last_report import LastReport
 from cluster.metric import Sample, Source
 from cluster.ray_metrics import PERIOD_S as RAY_PERIOD_S
 from cluster.ray_metrics import RayMetrics
-from cluster.request_log import log_requests_to
+from cluster.request_log import RequestLog
 from cluster.request_record import RequestRecord
 from planner.limits import Snapshot
 from planner.metrics import Metrics
@@ -64,43 +61,32 @@ def gateway_s_per_token() -> dict[str, float]:
     """Counting a token of one of 256 choices; and telling Ray, once a period, of more tokens than it is told of."""
     meter = GatewayMeter()
     requests = [meter.request(Terms()) for _ in range(256)]
+    labels = {"model_name": "m", "gateway": "g"}
+    export = RayMetrics(lambda: [Source(labels, [Sample(BETWEEN_TOKENS, meter.between_tokens.distribution)])])
+    asyncio.run(export.publish())  # makes Ray's instrument
 
     def count() -> None:
         for number in range(NUM_CALLS):
             requests[number % 256].tokens(0, 1)
 
     counting = processor_s(count)
-    labels = {"model_name": "m", "gateway": "g"}
-    export = RayMetrics(lambda: [Source(labels, [Sample(BETWEEN_TOKENS, meter.between_tokens.distribution)])])
     telling = processor_s(lambda: asyncio.run(export.publish()))
     return {"counting_s": counting / NUM_CALLS, "telling_ray_s": telling}
 
 
 def log_s_per_request(folder: Path) -> float:
-    """The line of a request that is over, as a gateway of `raycomb serve --log-requests` writes it: by Serve's own log,
-    with its filters and its file that rotates. Needs Ray, which the filters ask."""
-    configure_component_logger(
-        component_name="raycomb_Gateway",
-        component_id="benchmark",
-        component_type=ServeComponentType.REPLICA,
-        logging_config=LoggingConfig(log_level="INFO", encoding="JSON", enable_access_log=False, logs_dir=str(folder)),
-        max_bytes=ray_constants.LOGGING_ROTATE_BYTES,
-        backup_count=ray_constants.LOGGING_ROTATE_BACKUP_COUNT,
-    )
-    serve_log = logging.getLogger("ray.serve")
-    log_requests_to(serve_log, "raycomb")
+    """The line of a request that is over, as a gateway of `raycomb serve --log-requests` writes it."""
+    log = RequestLog(folder / "requests.log", LOGGING_ROTATE_BYTES, LOGGING_ROTATE_BACKUP_COUNT)
 
     def lines() -> None:
         for number in range(NUM_CALLS // 20):
-            made = RequestRecord("POST /v1/completions", f"request-{number}", tenant="acme", status=200)
+            made = RequestRecord("POST /v1/completions", f"request-{number}", tell=log.write, tenant="acme", status=200)
             made.num_prompt_tokens, made.num_tokens, made.first_token_s = 31, 100, 0.0412
             made.reasons.append("length")
             made.finish()
 
     took = processor_s(lines) * 20 / NUM_CALLS
-    for handler in serve_log.handlers[:]:
-        serve_log.removeHandler(handler)
-        handler.close()
+    log.close()
     return took
 
 
@@ -148,29 +134,30 @@ def measure(args: argparse.Namespace, log: Path) -> dict[str, float]:
     with served("cluster.cli", words, port=free_ports(1)[0], log=log) as url:
         asyncio.run(throughput(url, sequences=16, tokens=10))
         before = service_processor_s(mark)
-        result = asyncio.run(throughput(url, sequences=args.sequences, tokens=args.tokens))
+        waves = [asyncio.run(throughput(url, sequences=args.sequences, tokens=args.tokens)) for _ in range(args.waves)]
         after = service_processor_s(mark)
-    num_tokens = args.sequences * args.tokens
+    num_steps = args.tokens * args.waves
     return {
-        "tokens_per_s": result["tokens_per_s"],
-        "gateway_s_per_token": (after["Gateway"] - before["Gateway"]) / num_tokens,
-        "worker_s_per_step": (after["Worker"] - before["Worker"]) / args.tokens,
+        "tokens_per_s": statistics.fmean(wave["tokens_per_s"] for wave in waves),
+        "gateway_s_per_token": (after["Gateway"] - before["Gateway"]) / (args.sequences * num_steps),
+        "worker_s_per_step": (after["Worker"] - before["Worker"]) / num_steps,
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of each answer")
+    parser.add_argument("--tokens", type=int, default=100, help="tokens of each answer")
+    parser.add_argument("--waves", type=int, default=5, help="how often all sequences are asked for at once")
     parser.add_argument("--trial", action="store_true", help="write no result file")
     args = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.update(HAPROXY)
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     gateway, worker = gateway_s_per_token(), worker_s()
+    ray.shutdown()
     with tempfile.TemporaryDirectory() as logs:
         log_s = log_s_per_request(Path(logs))
-        ray.shutdown()
         service = measure(args, Path(logs) / "service.log")
     step_s = args.sequences / service["tokens_per_s"]
     shares = {

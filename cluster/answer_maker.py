@@ -20,6 +20,7 @@ from cluster.headers import Terms, terms
 from cluster.key_ring import KeyRing, KeyUse
 from cluster.message_reader import NewReader
 from cluster.prompts import EncodedPrompt, PromptEncoder
+from cluster.request_log import Tell
 from cluster.request_record import RequestRecord, RequestRecords
 from cluster.requests import ChoicePlan, Extras, on_terms, plan_chat, plan_completion, served_name, text_rules
 from cluster.session_answer import SessionAnswer
@@ -39,7 +40,8 @@ from protos.openai import ChatBody, CompletionBody, DetokenizeBody, GenerationBo
 class Service:
     """What the endpoints serve from. `inspect` asks the workers what they hold; `model_name` and `gateway_id` are
     labels of the metrics. `sessions`: who keeps them for the whole service; None: this gateway is all of it. `adapters`
-    loads and unloads them, where that is allowed. `tracer` makes the requests' spans."""
+    loads and unloads them, where that is allowed. `tracer` makes the requests' spans; `tell` is told of each request
+    that asked for tokens and is over."""
 
     fleet: Fleet
     text: TextModel
@@ -51,6 +53,7 @@ class Service:
     sessions: SessionOwner | None = None
     adapters: AdapterDesk | None = None
     tracer: Tracer = field(default_factory=NoOpTracer)
+    tell: Tell | None = None
 
 
 class Asked(NamedTuple):
@@ -71,7 +74,7 @@ class AnswerMaker:
             inline_size=settings.inline_size, num_threads=settings.text_threads, max_waiting=settings.max_long_texts
         )
         self.keys = KeyRing(settings)
-        self.records = RequestRecords(service.tracer, service.model_name)
+        self.records = RequestRecords(service.tracer, service.model_name, service.tell)
         self.prompts = PromptEncoder(service.text, self.threads)
         self._forms = FormReader(self.threads)
         self._sessions = SessionDesk(service.sessions or LocalOwner(Sessions(session_limits(settings))))

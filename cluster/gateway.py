@@ -25,7 +25,7 @@ from cluster.keeper_link import KeeperLink
 from cluster.listing import follow_listing
 from cluster.models import Models
 from cluster.ray_metrics import RayMetrics
-from cluster.request_log import log_requests_to
+from cluster.request_log import request_log_beside
 from cluster.router import Predictions
 from cluster.session_owner import ScopedOwner
 from cluster.text import TextModel, load_text
@@ -50,7 +50,8 @@ class Gateway(GrpcMethods):
         self, config: ServiceConfig, workers: Sequence[DeploymentHandle[Any]], sessions: DeploymentHandle[Any] | None
     ) -> None:
         context = serve.get_replica_context()
-        log_requests_to(logger, context.app_name)
+        self._request_log = request_log_beside(logger)
+        tell = None if self._request_log is None else self._request_log.write
         texts = [await asyncio.to_thread(_text_of, one) for one in config.each]
         credentials = None if config.data_plane_tls is None else channel_credentials(Path(config.data_plane_tls))
         tag = context.replica_tag
@@ -65,6 +66,7 @@ class Gateway(GrpcMethods):
                 tag,
                 credentials,
                 self._tracing.tracer,
+                tell,
                 self._sessions_of(one.model_name if config.others else ""),
             )
             for one, handle, text in zip(config.each, workers, texts, strict=True)
@@ -140,6 +142,8 @@ class Gateway(GrpcMethods):
                 await self._keeper.close()
             await self._ray_metrics.stop()
             await asyncio.to_thread(self._tracing.close)
+            if self._request_log is not None:
+                self._request_log.close()
 
 
 def _text_of(config: ServiceConfig) -> TextModel:

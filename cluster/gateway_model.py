@@ -22,6 +22,7 @@ from cluster.gateway_meter import GatewayMeter
 from cluster.gateway_metrics import gateway_samples
 from cluster.membership import Member, Members, board_key, follow_members
 from cluster.metric import Source
+from cluster.request_log import Tell
 from cluster.roll_call import RollCaller
 from cluster.router import Router
 from cluster.service_metrics import gateway_labels
@@ -50,6 +51,7 @@ class GatewayModel:
         gateway_id: str,
         credentials: grpc.ChannelCredentials | None,
         tracer: Tracer,
+        tell: Tell | None,
         sessions: SessionOwner | None,
     ) -> None:
         """`config` is that of this model alone, `sessions` who keeps those of this model, where there may be any."""
@@ -78,6 +80,7 @@ class GatewayModel:
             sessions=sessions,
             adapters=self._adapter_desk(config),
             tracer=tracer,
+            tell=tell,
         )
         self.maker = AnswerMaker(service)
         self._labels = gateway_labels(service.model_name, service.gateway_id)

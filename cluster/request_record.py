@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, StatusCode, Tracer
 
-from cluster.request_log import log_line, wants_lines
+from cluster.request_log import Tell
 from planner.errors import DeadlineExceeded, RaycombError, RequestRefused
 from worker.tracing import TRACEPARENT, TRACESTATE, parent_of
 
@@ -36,6 +36,7 @@ class RequestRecord:
     name: str = ""
     request_id: str = ""
     span: Span = INVALID_SPAN
+    tell: Tell | None = None
     began_at: float = field(default_factory=time.monotonic)
     tenant: str = ""
     status: int | None = None
@@ -92,8 +93,8 @@ class RequestRecord:
         whole_s = time.monotonic() - self.began_at
         if self.span.is_recording():
             self._tell_span(whole_s)
-        if wants_lines():
-            log_line(self.request_id, self.told(whole_s))  # while the span still records
+        if self.tell is not None:
+            self.tell(self.told(whole_s))  # while the span still records
         self.span.end()
 
     def _tell_span(self, whole_s: float) -> None:
@@ -112,10 +113,11 @@ class RequestRecord:
 
 
 class RequestRecords:
-    """Makes them. Owner: a gateway. `model_name` is what it serves."""
+    """Makes them. Owner: a gateway. `model_name` is what it serves; `tell` is told of each that is over."""
 
-    def __init__(self, tracer: Tracer, model_name: str) -> None:
+    def __init__(self, tracer: Tracer, model_name: str, tell: Tell | None) -> None:
         self._tracer = tracer
+        self._tell = tell
         self._model_name = model_name
 
     @contextmanager
@@ -123,7 +125,7 @@ class RequestRecords:
         """Around the whole of a request that came now; `sent` gives the header or metadata of a name, or ""."""
         parent = parent_of(sent(TRACEPARENT), sent(TRACESTATE))
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, {REQUEST_ID: request_id, MODEL: self._model_name})
-        record = RequestRecord(name, request_id, span)
+        record = RequestRecord(name, request_id, span, self._tell)
         try:
             yield record
         except BaseException as failure:

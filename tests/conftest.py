@@ -102,7 +102,9 @@ def fronted_service(
     certificates = tmp_path_factory.mktemp("tls") / "certs"
     make_certificates(certificates, [], days=1)
     arguments = [str(tiny_checkpoint(tmp_path_factory.mktemp("tiny"))), "--served-model-name", "tiny"]
-    arguments += ["--device", "cpu", "--front", front, "--host", "127.0.0.1", "--num-workers", "2"]
+    # Behind HAProxy on every address, so that there is something to be seen of who listens where.
+    host = "0.0.0.0" if front == "haproxy" else "127.0.0.1"
+    arguments += ["--device", "cpu", "--front", front, "--host", host, "--num-workers", "2"]
     arguments += ["--num-gateways", "2", "--max-num-seqs", "4", "--max-waiting", "12"]
     arguments += ["--step-log", str(step_logs), "--data-plane-tls", str(certificates)]
     with running_service(*arguments, "--executor", "tests.served_fake:make_executor") as service:

@@ -22,6 +22,7 @@ from cluster.grpc_front import add_services
 from cluster.grpc_health import Health
 from cluster.grpc_methods import GrpcMethods
 from cluster.models import Models, single
+from cluster.request_log import Tell
 from cluster.session_owner import SessionOwner
 from cluster.text import TextModel
 from protos import inference_pb2 as pb
@@ -138,6 +139,7 @@ async def grpc_desk(
     *,
     fleet: Any = None,
     tracer: Tracer | None = None,
+    tell: Tell | None = None,
     text: TextModel = TEXT,
     sessions: SessionOwner | None = None,
     **settings: Any,
@@ -151,6 +153,7 @@ async def grpc_desk(
         model_name="tiny",
         sessions=sessions,
         tracer=tracer or NoOpTracer(),
+        tell=tell,
     )
     methods = Methods(single(service), health)
     front = FrontServer(methods)

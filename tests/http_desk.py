@@ -18,6 +18,7 @@ from cluster.api_settings import ApiSettings
 from cluster.fleet import ServedModel
 from cluster.http_api import create_app
 from cluster.models import single
+from cluster.request_log import Tell
 from cluster.session_owner import SessionOwner
 from cluster.text import TextModel
 from planner.request import Request
@@ -87,6 +88,7 @@ async def desk(
     model: ServedModel | None = MODEL,
     fleet: Any = None,
     tracer: Tracer | None = None,
+    tell: Tell | None = None,
     sessions: SessionOwner | None = None,
     adapters: AdapterDesk | None = None,
     **settings: Any,
@@ -100,6 +102,7 @@ async def desk(
         sessions=sessions,
         adapters=adapters,
         tracer=tracer or NoOpTracer(),
+        tell=tell,
     )
     app = create_app(single(service))
     transport = httpx.ASGITransport(app=app)

@@ -1,18 +1,18 @@
-"""The line that is logged of each request that asks for tokens: what it has, and that no text of anybody is in it."""
+"""The line of each request that asks for tokens: what it has, that no text of anybody is in it, and where it lies."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import logging.handlers
+from datetime import UTC, datetime
+from logging.handlers import MemoryHandler, RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster import request_log
-from cluster.request_record import RequestRecord
+from cluster.request_log import RequestLog, request_log_beside
 from planner.errors import QueueFull, WorkerLost
 from tests.fake_fleet import FakeFleet
 from tests.grpc_desk import grpc_desk
@@ -21,17 +21,19 @@ from tests.http_desk import MODEL, PROMPT, RawClient, desk, says, until
 SECRETS = ("hello", "hi there", "sk-key")
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    told = [record.getMessage() for record in caplog.records if record.name == "raycomb.requests"]
-    assert not [line for line in told if any(secret in line for secret in SECRETS)]
-    return [json.loads(line) for line in told]
+class Told(list[dict[str, Any]]):
+    """What was told of requests, in their order."""
+
+    def __call__(self, told: dict[str, Any]) -> None:
+        assert not [secret for secret in SECRETS if secret in json.dumps(told)]
+        self.append(told)
 
 
-async def test_each_request_is_one_line_by_its_id_that_says_how_it_ended(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "raycomb.requests")
+async def test_each_request_is_one_line_by_its_id_that_says_how_it_ended() -> None:
+    lines = Told()
     fleet = FakeFleet(MODEL, says("hi there"))
     key = {"authorization": "Bearer sk-key"}
-    async with desk(fleet=fleet, api_keys=("sk-key",)) as d:
+    async with desk(fleet=fleet, tell=lines, api_keys=("sk-key",)) as d:
         headers = key | {"x-request-id": "first", "x-tenant": "acme"}
         await d.http.post("/v1/completions", json=PROMPT, headers=headers)
         await d.http.post("/v1/completions", json=PROMPT | {"temperature": -1}, headers=key | {"x-request-id": "bad"})
@@ -41,7 +43,7 @@ async def test_each_request_is_one_line_by_its_id_that_says_how_it_ended(caplog:
         fleet.refusal_at_submit, fleet.fail_after = None, (1, WorkerLost("gone"))
         await d.http.post("/v1/completions", json=PROMPT, headers=key | {"x-request-id": "lost"})
         await d.http.get("/v1/models", headers=key)
-    whole, bad, stranger, full, lost = lines(caplog)
+    whole, bad, stranger, full, lost = lines
     assert 0 < whole.pop("first_token_s") <= whole.pop("seconds")
     assert whole == {
         "request_id": "first",
@@ -61,77 +63,65 @@ async def test_each_request_is_one_line_by_its_id_that_says_how_it_ended(caplog:
     ]
 
 
-async def test_a_client_that_left_is_told_from_one_that_was_answered(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "raycomb.requests")
+async def test_a_client_that_left_is_told_from_one_that_was_answered() -> None:
+    lines = Told()
     fleet = FakeFleet(MODEL, says("hi there"))
     fleet.gate.clear()
-    async with desk(fleet=fleet) as d:
+    async with desk(fleet=fleet, tell=lines) as d:
         client = RawClient(d.app, dict(PROMPT))
         serving = asyncio.create_task(client.run())
         await until(lambda: fleet.num_running == 1)
         client.leave.set()
         await serving
-    (left,) = lines(caplog)
+    (left,) = lines
     assert left["client_left"] is True
     assert "status" not in left
 
 
-async def test_calls_are_logged_like_requests(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "raycomb.requests")
-    async with grpc_desk(says("hi there")) as client:
+async def test_calls_are_logged_like_requests() -> None:
+    lines = Told()
+    async with grpc_desk(says("hi there"), tell=lines) as client:
         await client.generate([("x-request-id", "mine")], max_tokens=4)
-    (line,) = lines(caplog)
+    (line,) = lines
     assert (line["request_id"], line["request"], line["tokens"]) == ("mine", "raycomb.v1.Inference/Generate", 4)
 
 
-async def test_nothing_is_logged_where_nobody_asked(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    async with desk() as d:
-        await d.post("/v1/completions", **PROMPT)
-    assert lines(caplog) == []
+def test_lines_have_their_time_and_a_file_that_is_full_is_put_aside(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path / "log", max_bytes=250, num_kept=2)
+    for number in range(10):
+        log.write({"request_id": f"request-{number}", "tokens": 7})
+    log.close()
+    log.write({"request_id": "late"})
+    files = [tmp_path / name for name in ("log.2", "log.1", "log")]
+    assert sorted(files) == sorted(tmp_path.iterdir())
+    assert all(file.stat().st_size <= 250 for file in files)
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    numbers = [int(line["request_id"].removeprefix("request-")) for line in lines]
+    assert numbers == list(range(numbers[0], 10))
+    assert len(numbers) > 4
+    assert abs((datetime.fromisoformat(lines[-1]["time"]) - datetime.now(UTC)).total_seconds()) < 60
 
 
-class Tells(logging.Filter):
-    """As a filter of Serve's: adds what it knows to records that do not say that they need nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_asked = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not getattr(record, "skip_context_filter", False):
-            self.num_asked += 1
-            vars(record).update(replica="gateway 7", task_name="the constructor")
-        return True
+def test_a_disk_that_takes_no_more_ends_the_log_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    log = RequestLog(Path("/dev/full"), max_bytes=0, num_kept=0)
+    log.write({"request_id": "first"})
+    log.write({"request_id": "second"})
+    assert caplog.text.count("no request is logged any more") == 1
 
 
-class Counted(logging.Formatter):
-    num_texts = 0
+@pytest.mark.parametrize("buffered", [True, False])
+def test_the_file_lies_beside_the_process_own(tmp_path: Path, buffered: bool) -> None:
+    file = RotatingFileHandler(tmp_path / "replica_7.log", maxBytes=99, backupCount=3, delay=True)
 
-    def format(self, record: logging.LogRecord) -> str:
-        self.num_texts += 1
-        return f"{vars(record)['replica']} {vars(record)['request_id']} {record.getMessage()}"
+    def process_log(level: int, *handlers: logging.Handler) -> logging.Logger:
+        log = logging.Logger("of a process", level)
+        log.handlers = [logging.NullHandler(), *handlers]
+        return log
 
-
-def test_what_all_lines_have_is_asked_once_and_each_text_is_made_once(tmp_path: Path) -> None:
-    destination = logging.Logger("a log", logging.INFO)
-    file = logging.handlers.RotatingFileHandler(tmp_path / "log", maxBytes=10_000, backupCount=1)
-    tells, counted = Tells(), Counted()
-    file.setFormatter(counted)
-    through = logging.handlers.MemoryHandler(1, target=file)
-    through.addFilter(tells)
-    destination.addHandler(through)
-    before = request_log.logger.parent
-    try:
-        request_log.log_requests_to(destination, "raycomb")
-        for number in range(3):
-            RequestRecord("POST /v1/completions", f"request-{number}").finish()
-    finally:
-        request_log.logger.parent = before
-        request_log.logger.filters.clear()
-        through.close()
-        file.close()
-    written = [line.split(" ", 3) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [line[:3] for line in written] == [["gateway", "7", f"request-{number}"] for number in range(3)]
-    assert [json.loads(line[3])["request_id"] for line in written] == [f"request-{number}" for number in range(3)]
-    assert (tells.num_asked, counted.num_texts) == (1, 3)
+    handler = MemoryHandler(1, target=file) if buffered else file
+    log = request_log_beside(process_log(logging.INFO, handler))
+    assert log is not None
+    assert log.path == tmp_path / "replica_7_requests.log"
+    log.close()
+    assert request_log_beside(process_log(logging.WARNING, handler)) is None
+    assert request_log_beside(process_log(logging.INFO)) is None

