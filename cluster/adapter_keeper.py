@@ -31,11 +31,14 @@ class AdapterEngine(Protocol):
 class AdapterKeeper:
     """Owner: the worker's event loop."""
 
-    def __init__(self, engine: AdapterEngine, catalogue: AdapterCatalogue, allowed: str | None) -> None:
+    def __init__(
+        self, engine: AdapterEngine, catalogue: AdapterCatalogue, allowed: str | None, look_s: float = LOOK_S
+    ) -> None:
         """`allowed`: the folder below which clients may load adapters; None: they may not."""
         self._engine = engine
         self._catalogue = catalogue
         self._allowed = allowed
+        self._look_s = look_s
         self._loaded: dict[str, AdapterEntry] = {}
         self._failed: dict[AdapterEntry, tuple[float, str]] = {}  # when, and why
         self._turn = asyncio.Lock()
@@ -63,11 +66,11 @@ class AdapterKeeper:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._look_s)
             try:
                 await self._follow()
-            except Unavailable:
-                return  # the engine takes no orders any more
+            except Unavailable as error:
+                logger.warning("the adapters were not looked after: %s", error.message)
 
     async def _follow(self) -> dict[AdapterEntry, str]:
         async with self._turn:

@@ -20,6 +20,7 @@ from ray.serve import Application, RunTarget
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
+from cluster.adapter_store import KvAdapterStore
 from cluster.app import build_application, with_device_decided, worker_deployments
 from cluster.ask import ask, is_ready
 from cluster.config import ServiceConfig
@@ -78,6 +79,8 @@ class LocalService:
         with self._signals, self._cluster():
             self._signals.install()
             config = self._on_this_machine()
+            for deployment in worker_deployments(config):  # a cluster that runs may know of another service's
+                KvAdapterStore(APP_NAME, deployment).clear()
             with self._application(build_application(config)):
                 if not self._wait_until_ready(config):
                     return 130

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from cluster.adapter_catalogue import AdapterCatalogue, confined
 from cluster.adapter_keeper import AdapterKeeper
-from planner.errors import InvalidAdapter, InvalidRequest, UnknownModel
+from planner.errors import InvalidAdapter, InvalidRequest, Unavailable, UnknownModel
 from planner.request import Adapter
 from tests.adapter_rig import MemoryStore
 from tests.engine_bench import running
@@ -78,6 +79,32 @@ async def test_what_cannot_be_loaded_is_told_under_its_order_and_the_others_are_
     assert "from below" in told[outside.order]
     assert "all 2 slots" in told[full.order]
     assert [adapter.name for adapter in engine.adapters] == ["pirate", "poet"]
+
+
+class FlakyStore(MemoryStore):
+    """Does not answer for so many calls."""
+
+    num_silent = 3
+
+    def read(self) -> dict[str, str]:
+        if self.num_silent:
+            self.num_silent -= 1
+            raise Unavailable("the cluster's store does not answer")
+        return super().read()
+
+
+async def test_a_worker_looks_by_itself_and_goes_on_after_the_store_was_out_of_reach(
+    engine: Engine, allowed: Path
+) -> None:
+    catalogue = AdapterCatalogue({"pirate": str(allowed / "pirate")}, FlakyStore())
+    keeper = AdapterKeeper(engine, catalogue, str(allowed), look_s=0.01)
+    keeper.start()
+    try:
+        async with asyncio.timeout(10):
+            while engine.adapters != (Adapter("pirate", 5),):  # noqa: ASYNC110 - engines tell no loop
+                await asyncio.sleep(0.01)
+    finally:
+        await keeper.close()
 
 
 async def test_a_link_out_of_the_folder_is_not_followed(engine: Engine, allowed: Path, tmp_path: Path) -> None:
