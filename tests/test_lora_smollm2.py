@@ -36,7 +36,7 @@ def test_eight_adapters_in_one_batch_say_what_each_says_merged(smollm2_path: Pat
     random = np.random.default_rng(5)
     requests, folders = [], []
     for place, changes in enumerate(VARIANTS):
-        folder = save_tiny_adapter(tmp_path / str(place), decoder.config, place, strength=0.05, changes=changes)
+        folder = save_tiny_adapter(tmp_path / str(place), decoder.config, place, strength=0.1, changes=changes)
         matrices = slots.read(folder)
         adapter = Adapter(str(place), matrices.revision)
         slots.put(place, adapter, matrices)

@@ -1,7 +1,7 @@
-"""Adapters' low-rank products beside a decoder's own, for the rows of a forward that want them; plain torch.
+"""Adapters' low-rank products beside a decoder's own, for the rows of a forward that want them.
 
-Rows of one adapter are computed together, so a forward takes two small products for each adapter in it and matrix that
-the adapter has. Rows without an adapter cost nothing, and a forward of such rows alone nothing at all.
+Rows of one adapter are computed together by torch; lone rows on a CPU all at once (`worker.cpu_lora`). Rows without an
+adapter cost nothing, and a forward of such rows alone nothing at all.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from torch.nn import functional
 from planner.request import Adapter
 from worker.adapters import AdapterMatrices
 from worker.batch import Batch
+from worker.cpu_lora import AddLowRank, compile_add_low_rank
+from worker.lora_room import LoraRoom
 from worker.models.config import ModelConfig
-from worker.models.lora import LoraMatrices, LowRank, Site, read_lora, site_shapes
+from worker.models.decoder import Beside
+from worker.models.lora import LoraMatrices, Site, read_lora
 
 
 class LoraSlots:
@@ -29,14 +32,19 @@ class LoraSlots:
     def __init__(
         self, config: ModelConfig, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """On a CPU in float32 this compiles kernels, once a machine."""
         self._config = config
         self._max_rank = max_rank
         self._slot_of: dict[Adapter, int] = {}
-        self._room = [_SlotRoom(config, max_rank, dtype, device) for _ in range(num_slots)]
+        self._room = LoraRoom(config, num_slots, max_rank, dtype, device)
+        self._add, self._add_one = None, None
+        if device.type == "cpu" and dtype == torch.float32:
+            self._add = compile_add_low_rank(parallel=True)
+            self._add_one = compile_add_low_rank(parallel=False)
 
     @property
     def num_slots(self) -> int:
-        return len(self._room)
+        return self._room.num_slots
 
     def read(self, folder: Path) -> LoraMatrices:
         return read_lora(folder, self._config, self._max_rank)
@@ -44,79 +52,76 @@ class LoraSlots:
     def put(self, slot: int, adapter: Adapter, matrices: AdapterMatrices) -> None:
         assert isinstance(matrices, LoraMatrices), "matrices of another executor"
         assert slot not in self._slot_of.values(), "the slot is taken"
-        self._room[slot].fill(matrices)
+        self._room.fill(slot, matrices)
         self._slot_of[adapter] = slot
 
     def drop(self, adapter: Adapter) -> None:
         del self._slot_of[adapter]
 
-    def beside(self, batch: Batch) -> LoraRows | None:
+    def beside(self, batch: Batch) -> Beside | None:
         """What is to be added to the products of this forward; None where no row has an adapter."""
-        spans: dict[Adapter, list[range]] = defaultdict(list)
-        for piece in batch.pieces:
-            if piece.chunk.adapter is not None:
-                spans[piece.chunk.adapter].append(range(piece.row, piece.row + piece.length))
-        if not spans:
+        adapters = [piece.chunk.adapter for piece in batch.pieces]
+        if not any(adapters):
             return None
-        device = self._room[0].device
-        return LoraRows(
-            [_Group(self._room[self._slot_of[adapter]], _rows(ranges, device)) for adapter, ranges in spans.items()]
+        if self._add is not None and self._add_one is not None and len(adapters) == len(batch.tokens):
+            slots = np.array([-1 if adapter is None else self._slot_of[adapter] for adapter in adapters], np.int64)
+            return _LoneRows(self._room, slots, self._add if len(slots) > 1 else self._add_one)
+        spans: dict[int, list[range]] = defaultdict(list)
+        for piece, adapter in zip(batch.pieces, adapters, strict=True):
+            if adapter is not None:
+                spans[self._slot_of[adapter]].append(range(piece.row, piece.row + piece.length))
+        device = self._room.device
+        return _GroupedRows(self._room, [_Group(slot, _rows(ranges, device)) for slot, ranges in spans.items()])
+
+
+class _LoneRows:
+    """A `Beside` of a forward each of whose rows is a sequence of its own; on a CPU in float32."""
+
+    def __init__(self, room: LoraRoom, slots: np.ndarray[tuple[int], np.dtype[np.int64]], add: AddLowRank) -> None:
+        self._room = room
+        self._slots = slots
+        self._add = add
+
+    def add(self, layer: int, site: Site, x: Tensor, product: Tensor) -> None:
+        room, table = self._room, self._room.tables[site]
+        self._add(
+            x.numpy(),
+            product.numpy(),
+            self._slots,
+            room.numbers,
+            table.downs[layer],
+            table.ups[layer],
+            table.ranks[layer],
+            table.outputs,
         )
-
-
-class _SlotRoom:
-    """The matrices of one slot: flat memory for the widest adapter, and what now lies in it."""
-
-    def __init__(self, config: ModelConfig, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.device = device
-        self._shapes = site_shapes(config)
-        self._sizes = {
-            site: len(site.parts) * max_rank * (shape.num_inputs + shape.num_outputs)
-            for site, shape in self._shapes.items()
-        }
-        size = config.num_layers * sum(self._sizes.values())
-        # On the CPU, zeros of numpy's take no memory before they are written.
-        self._flat = (
-            torch.from_numpy(np.zeros(size * dtype.itemsize, np.uint8)).view(dtype)
-            if device.type == "cpu"
-            else torch.zeros(size, dtype=dtype, device=device)
-        )
-        self.products: dict[tuple[int, Site], LowRank] = {}
-
-    def fill(self, matrices: LoraMatrices) -> None:
-        self.products = {}
-        at = 0
-        for key, given in matrices.products.items():
-            num_down, num_up = given.down.numel(), given.up.numel()
-            down = self._flat[at : at + num_down].view_as(given.down)
-            up = self._flat[at + num_down : at + num_down + num_up].view_as(given.up)
-            at += num_down + num_up
-            self.products[key] = LowRank(down.copy_(given.down), up.copy_(given.up))
 
 
 class _Group(NamedTuple):
     """The rows of a forward that one slot's adapter is for: neighbours as a slice, others by int64 index."""
 
-    room: _SlotRoom
+    slot: int
     rows: slice | Tensor
 
 
-class LoraRows:
+class _GroupedRows:
     """A `Beside` of one forward."""
 
-    def __init__(self, groups: list[_Group]) -> None:
+    def __init__(self, room: LoraRoom, groups: list[_Group]) -> None:
+        self._room = room
         self._groups = groups
 
     def add(self, layer: int, site: Site, x: Tensor, product: Tensor) -> None:
-        for room, rows in self._groups:
-            pair = room.products.get((layer, site))
-            if pair is None:
+        for slot, rows in self._groups:
+            parts = self._room.parts(slot, layer, site)
+            if not parts:
                 continue
-            if isinstance(rows, slice):
-                product[rows].addmm_(functional.linear(x[rows], pair.down), pair.up.T)
-            else:
-                narrow = functional.linear(x.index_select(0, rows), pair.down)
-                product.index_add_(0, rows, functional.linear(narrow, pair.up))
+            mine = x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+            grown = product[rows] if isinstance(rows, slice) else product.index_select(0, rows)
+            for first, pair in parts:
+                outputs = grown[:, first : first + pair.up.shape[1]]
+                outputs.addmm_(functional.linear(mine, pair.down), pair.up)
+            if not isinstance(rows, slice):
+                product.index_copy_(0, rows, grown)
 
 
 def _rows(ranges: list[range], device: torch.device) -> slice | Tensor:

@@ -1,4 +1,4 @@
-"""An adapter's matrices, read from PEFT's safetensors and put together as the decoder's fused matrices are.
+"""An adapter's matrices, read from PEFT's safetensors and ordered as the decoder's fused matrices are.
 
 Not for computing with them: `worker.lora` is.
 """
@@ -13,7 +13,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, cast
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -68,7 +67,8 @@ def site_shapes(config: ModelConfig) -> dict[Site, SiteShape]:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to x [T, K] @ W.T: (x @ down.T) @ up.T. `down` [R, K]; `up` [N, R], with the scale in it."""
+    """What is added to x [T, K] @ W.T by one part of W: (x @ down.T) @ up. `down` [R, K]; `up` [R, N], with the scale
+    in it."""
 
     down: Tensor
     up: Tensor
@@ -80,10 +80,11 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class LoraMatrices:
-    """An `AdapterMatrices`: by layer and site, float32 on the CPU; what is not adapted is not there."""
+    """An `AdapterMatrices`: by layer and site one pair for each part of the fused matrix, None for a part that is not
+    adapted; float32 on the CPU. A site without any is not there."""
 
     revision: int
-    products: Mapping[tuple[int, Site], LowRank]
+    products: Mapping[tuple[int, Site], tuple[LowRank | None, ...]]
 
 
 def read_lora(folder: Path, config: ModelConfig, max_rank: int) -> LoraMatrices:
@@ -91,16 +92,16 @@ def read_lora(folder: Path, config: ModelConfig, max_rank: int) -> LoraMatrices:
     settings = read_lora_config(folder)
     tensors = _Tensors(folder)
     shapes = site_shapes(config)
-    products: dict[tuple[int, Site], LowRank] = {}
+    products: dict[tuple[int, Site], tuple[LowRank | None, ...]] = {}
     for layer in range(config.num_layers):
         for site, shape in shapes.items():
             parts = [f"model.layers.{layer}.{part}" for part in site.parts]
-            found = [
+            found = tuple(
                 tensors.pair(module, settings, shape.num_inputs, num_outputs, max_rank)
                 for module, num_outputs in zip(parts, shape.outputs, strict=True)
-            ]
+            )
             if any(pair is not None for pair in found):
-                products[layer, site] = _fused(found, shape)
+                products[layer, site] = found
     tensors.finish(config.num_layers)
     return LoraMatrices(_revision(folder), products)
 
@@ -135,7 +136,7 @@ class _Tensors:
             raise InvalidAdapter(f"{module} has rank {rank}, and max_lora_rank is {max_rank}", param="lora_path")
         down = self._take(names[0], (rank, num_inputs))
         up = self._take(names[1], (num_outputs, rank))
-        return LowRank(down, up * settings.scale_of(module))
+        return LowRank(down, (up * settings.scale_of(module)).T.contiguous())
 
     def finish(self, num_layers: int) -> None:
         if not self._names:
@@ -155,20 +156,6 @@ class _Tensors:
             raise _refused(f"has {name}, which holds numbers that are not finite")
         self._taken.add(name)
         return tensor
-
-
-def _fused(parts: list[LowRank | None], shape: SiteShape) -> LowRank:
-    """Pairs of matrices that are fused into one, as one pair: `down` above one another, `up` along the diagonal."""
-    rank = sum(part.rank for part in parts if part is not None)
-    down, up = torch.zeros(rank, shape.num_inputs), torch.zeros(shape.num_outputs, rank)
-    row = column = 0
-    for part, num_outputs in zip(parts, shape.outputs, strict=True):
-        if part is not None:
-            down[column : column + part.rank] = part.down
-            up[row : row + num_outputs, column : column + part.rank] = part.up
-            column += part.rank
-        row += num_outputs
-    return LowRank(down, up)
 
 
 def _revision(folder: Path) -> int:
