@@ -85,9 +85,9 @@ class Memory:
         """Whether its cells are still to be filled from the host."""
         return sequence in self._returning
 
-    def receive(self, tokens: TokenArray, fill: Callable[[int, CellArray], None]) -> int:
+    def receive(self, tokens: TokenArray, fill: Callable[[int, CellArray], None], root: int) -> int:
         """See `Planner.receive`."""
-        resident = self.prefixes.match(np.append(tokens, -1)) if self._caching else None
+        resident = self.prefixes.match(np.append(tokens, -1), root) if self._caching else None
         if resident is None or len(resident) == len(tokens):
             return 0
         num_new = len(tokens) - len(resident)
@@ -100,7 +100,7 @@ class Memory:
             assert self.table.extend({cells_id: num_new}), "cached cells were room and are not"
             cells = self.table.cells(cells_id)
             fill(len(resident), cells[len(resident) :])
-            self.prefixes.insert(tokens, cells)
+            self.prefixes.insert(tokens, cells, root)
         finally:
             self.table.release(cells_id)
         return num_new

@@ -26,7 +26,7 @@ from planner.limits import Limits, Snapshot
 from planner.memory import Memory
 from planner.metrics import Metrics
 from planner.move import Move
-from planner.request import CellArray, FinishReason, Request, TokenArray, TokenLogprobs, Update
+from planner.request import BASE_ROOT, CellArray, FinishReason, Request, TokenArray, TokenLogprobs, Update
 from planner.schedule import Schedule
 from planner.sequence import Family, Sequence, accept
 from planner.step import Chunk, ChunkOutput, Step, StepResult, check_result
@@ -41,10 +41,12 @@ class _Flight:
 
 
 class Held(NamedTuple):
-    """int64[n] tokens of a sequence and the int32[n] cells that hold them; read-only, until the next plan."""
+    """int64[n] tokens of a sequence and the int32[n] cells that hold them; read-only, until the next plan. `root`: of
+    its request; the cells are of use below that root alone."""
 
     tokens: TokenArray
     cells: CellArray
+    root: int
 
 
 class Planner:
@@ -188,17 +190,17 @@ class Planner:
         if sequence is None or sequence.cells_id is None or self._memory.is_returning(sequence):
             return None
         length = sequence.num_computed
-        return Held(sequence.tokens.view(0, length), self._memory.cells(sequence)[:length])
+        return Held(sequence.tokens.view(0, length), self._memory.cells(sequence)[:length], sequence.root)
 
-    def receive(self, tokens: TokenArray, fill: Callable[[int, CellArray], None]) -> int:
-        """Make int64[n] tokens resident whose keys and values come from elsewhere; a continuation of them then finds
-        them as it finds any prefix.
+    def receive(self, tokens: TokenArray, fill: Callable[[int, CellArray], None], root: int = BASE_ROOT) -> int:
+        """Make int64[n] tokens resident below `root` whose keys and values come from elsewhere; a continuation of them
+        then finds them as it finds any prefix.
 
         `fill(start, cells)` puts those of positions from `start` on into int32[n - start] cells; where it raises,
         nothing has changed. Returns how many positions came from elsewhere: 0, without a call of `fill`, where all are
         resident, or where there is no room for them or no prefix cache.
         """
-        return self._memory.receive(tokens, fill)
+        return self._memory.receive(tokens, fill, root)
 
     def snapshot(self) -> Snapshot:
         """The state between two calls; O(running sequences)."""

@@ -57,6 +57,27 @@ def test_what_one_adapter_left_is_evicted_for_another() -> None:
         assert life.answer(adapter).num_cached_tokens <= 20  # the room that was left beside the other's
 
 
+def test_cells_that_move_to_another_pool_stay_those_of_their_adapter() -> None:
+    source, target = Life(), Life()
+    request_id = source.planner.submit(fake_request(PROMPT, max_tokens=9, adapter=PIRATE))
+    for _ in range(6):
+        step = source.planner.plan()
+        assert step is not None
+        source.executor.launch(step)
+        source.planner.commit(step, source.executor.collect())
+    held = source.planner.held(request_id)
+    assert held is not None
+    assert held.root == PIRATE.revision
+    tokens = held.tokens.copy()
+    assert target.planner.receive(tokens, lambda start, cells: None, held.root) == len(tokens)
+    asked = fake_request(PROMPT)
+    target.planner.submit(asked)
+    (chunk,) = target.planner.plan().chunks  # type: ignore[union-attr]
+    assert chunk.start == 0, "the model itself found an adapter's cells"
+    target.planner.cancel_all()
+    target.planner.check()
+
+
 def test_a_tree_that_was_evicted_leaves_nothing_behind() -> None:
     table = CellTable(8)
     index = PrefixIndex(table)
