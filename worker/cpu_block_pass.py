@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from worker.batch import Batch
 from worker.cpu_attention import use_threads_of_torch
-from worker.cpu_blocks import compile_tile, width_for
+from worker.cpu_blocks import WIDTHS, compile_tile, width_for
 from worker.cpu_board import new_board
 from worker.cpu_heads import compile_heads
 from worker.cpu_layers import FRAME, MATRICES, PHASES, VECTORS, compile_launch, compile_layers
@@ -39,7 +39,7 @@ class BlockPass:
     """Owner: the forwards of one decoder over one pool. `num_beats` grows a layer at a time, and is read anywhere."""
 
     def __init__(self, decoder: Decoder, pool: KvPool) -> None:
-        """Compiles, once a machine."""
+        """Compiles, once a machine, all that forwards of any number of rows need."""
         config = decoder.config
         shared = config.num_heads // config.num_kv_heads
         self._decoder = decoder
@@ -51,7 +51,7 @@ class BlockPass:
         self._heads_size = self._mixed_size + 2 * config.num_kv_heads * config.head_dim
         self._beats = np.zeros(1, dtype=np.int64)
         self._windows = list(dict.fromkeys(config.windows))
-        self._matrices: dict[int, Integers] = {}
+        self._matrices = {width: _matrices(decoder.weights.layers, width) for width in WIDTHS}
         self._constants: dict[str, npt.NDArray[Any]] = {
             "vectors": np.array([_vectors(layer) for layer in decoder.weights.layers]),
             "window_of": np.array([self._windows.index(window) for window in config.windows]),
@@ -88,7 +88,7 @@ class BlockPass:
         pool, num_layers = (self._pool.keys, self._pool.values), self._decoder.config.num_layers
         arrays = {
             **self._room(num_groups, width),
-            "matrices": self._matrices_for(width),
+            "matrices": self._matrices[width],
             "pools": np.array([[half[layer].data_ptr() for half in pool] for layer in range(num_layers)]),
             "hidden": hidden.numpy(),
             "positions": batch.positions,
@@ -125,13 +125,9 @@ class BlockPass:
         for name, array in arrays.items():
             self._frame[name] = array.ctypes.data
 
-    def _matrices_for(self, width: int) -> Integers:
-        if width not in self._matrices:
-            layers = self._decoder.weights.layers
-            self._matrices[width] = np.array(
-                [[_matrix(getattr(layer, name), width) for name in MATRICES] for layer in layers]
-            )
-        return self._matrices[width]
+
+def _matrices(layers: Sequence[LayerWeights], width: int) -> Integers:
+    return np.array([[_matrix(getattr(layer, name), width) for name in MATRICES] for layer in layers])
 
 
 def _vectors(layer: LayerWeights) -> list[int]:

@@ -32,7 +32,7 @@ from worker.models.blocks import CHUNK, LANES, BlockLayout, Bytes, Floats, Tiles
 Product = Callable[[int, Bytes, Floats, Floats, Floats], None]
 cgutils: Any = numba_cgutils  # without types
 
-_WIDTHS = (1, 4, 8, 16)
+WIDTHS = (1, 4, 8, 16)
 """Rows that are multiplied at once: each width is code of its own, whose sums stay in registers."""
 _SIGNATURE = "(i8, u1[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1])"
 _FLOAT, _INT, _BYTE, _INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(8), ir.IntType(64)
@@ -200,7 +200,14 @@ def compile_product() -> Product:
 
 
 def width_for(num_rows: int) -> int:
-    return next((width for width in _WIDTHS if num_rows <= width), _WIDTHS[-1])
+    return next((width for width in WIDTHS if num_rows <= width), WIDTHS[-1])
+
+
+def prepare_products(layout: BlockLayout) -> None:
+    """Compile all that `product` needs for matrices of `layout`, so that none is the first to wait for it."""
+    compile_product()
+    for width in WIDTHS:
+        compile_tile(layout, width)
 
 
 def product(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from planner.slices import Method
 from worker.batch import Batch
 from worker.cpu_attention import use_threads_of_torch
 from worker.cpu_block_pass import BlockPass, has_block_pass
-from worker.cpu_blocks import product
+from worker.cpu_blocks import prepare_products, product
 from worker.cpu_decode import add_norm, compile_rotate_attend
 from worker.cpu_linear import MOST_ROWS, compile_small_linear, run
 from worker.cpu_seen import seen_cells
@@ -54,6 +54,8 @@ class CpuForwards:
         self._blocks = BlockPass(decoder, pool) if adapters is None and has_block_pass(decoder) else None
         self._eager = EagerForwards(decoder, pool, adapters=adapters)
         self._num_beats = 0
+        for matrix in decoder.weights.kept_in_blocks:
+            prepare_products(matrix.tiles.layout)
         self._small_linear = compile_small_linear()
         shared = config.num_heads // config.num_kv_heads
         self._rotate_attend = compile_rotate_attend(config.head_dim, shared, parallel=True)

@@ -149,7 +149,7 @@ def load_program(config: EngineConfig, *, keep_blocks: bool = True) -> Program:
         bytes_per_cell=cell_bytes,
         weight_bytes=weights.bytes_read,
         cell_dtype=cells,
-        num_block_matrices=weights.num_kept_in_blocks,
+        num_block_matrices=len(weights.kept_in_blocks),
         swap_blocks=blocks_in(swap_space(config, device), SWAP_BLOCK_CELLS, cell_bytes),
         vector_size=model.hidden_size,
     )

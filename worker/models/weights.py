@@ -58,11 +58,11 @@ class DecoderWeights:
         return any(hasattr(layer.qkv, "__tensor_flatten__") for layer in self.layers)
 
     @property
-    def num_kept_in_blocks(self) -> int:
-        """Matrices that are `BlockMatrix`; a head that is the embedding counts once."""
+    def kept_in_blocks(self) -> list[BlockMatrix]:
+        """Those of its matrices that are; a head that is the embedding comes once."""
         matrices = [getattr(layer, name) for layer in self.layers for name in ("qkv", "output", "gate_up", "down")]
         ends = [self.head] if self.head is self.embedding else [self.embedding, self.head]
-        return sum(isinstance(matrix, BlockMatrix) for matrix in [*ends, *matrices])
+        return [matrix for matrix in [*ends, *matrices] if isinstance(matrix, BlockMatrix)]
 
     @property
     def bytes_read(self) -> int:
