@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
 
 from cluster.session_owner import SessionOwner
 from cluster.sessions import Begun, SessionView
@@ -74,7 +75,7 @@ class SessionDesk:
 
     def __init__(self, owner: SessionOwner) -> None:
         self._owner = owner
-        self._turns: dict[str, Turn] = {}
+        self._turns: WeakValueDictionary[str, Turn] = WeakValueDictionary()  # one that nobody holds is renewed no more
         self._tasks: set[asyncio.Task[Any]] = set()
         self._renewing: asyncio.Task[None] | None = None
 
@@ -93,7 +94,7 @@ class SessionDesk:
     async def close(self, session_id: str, account: str) -> None:
         """Also ends the generation on it, here with its next news and at another gateway a moment later."""
         await self._owner.close(session_id, account)
-        for turn in self._turns.values():
+        for turn in list(self._turns.values()):
             if turn.session_id == session_id:
                 turn.lost = True
 
@@ -135,7 +136,7 @@ class SessionDesk:
                     logger.warning("a session waits for what was generated on it: %s", error)
                 await asyncio.sleep(AGAIN_S)
         finally:
-            del self._turns[turn.id]
+            self._turns.pop(turn.id, None)
 
     async def _renew(self) -> None:
         """For as long as there are turns. A renewal that fails is followed by the next one, well within the lease."""

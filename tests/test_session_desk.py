@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -75,6 +76,15 @@ async def test_a_session_stays_busy_while_its_gateway_lives_and_no_longer() -> N
         await asyncio.sleep(1.0)
         assert (await there.get(session, "me")).state is SessionState.IDLE
         assert list((await there.begin(session, "me", [3], 4, 64)).history) == []
+
+
+async def test_a_turn_that_was_lost_without_an_end_keeps_nobody_out_for_long() -> None:
+    async with desks(SHORT_LEASE) as (here, there):
+        session = (await here.open("me")).id
+        await here.begin(session, "me", [1, 2], 4, 64)
+        gc.collect()
+        await asyncio.sleep(1.0)
+        assert (await there.get(session, "me")).state is SessionState.IDLE
 
 
 async def test_a_close_at_one_gateway_ends_what_runs_at_another() -> None:

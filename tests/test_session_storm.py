@@ -1,9 +1,13 @@
-"""Sessions over HTTP while workers are killed: every history is as a model says that knows no worker."""
+"""Sessions over HTTP while workers are killed: every history is as a model says that knows no worker.
+
+Two applications share a keeper of sessions over gRPC; each act comes to one of them by chance."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +24,7 @@ from planner.request import SamplingParams
 from tests.company import Company
 from tests.fakes import expected_tokens, fake_info, fake_request
 from tests.http_desk import TEXT
+from tests.session_rig import keeper
 
 VOCAB = TEXT.vocab_size
 CONTEXT = 1024
@@ -39,17 +44,17 @@ class Known:
 
 
 class Life:
-    """A gateway's application over a company, and the model beside it."""
+    """Two gateways' applications over a company, and the model beside them."""
 
-    def __init__(self, company: Company, http: httpx.AsyncClient, chance: random.Random) -> None:
+    def __init__(self, company: Company, gateways: Sequence[httpx.AsyncClient], chance: random.Random) -> None:
         self.company = company
-        self.http = http
+        self.gateways = gateways
         self.chance = chance
         self.known: dict[str, Known] = {}
         self.num_kills = 0
 
     async def ask(self, method: str, path: str, **body: Any) -> dict[str, Any]:
-        answer = await self.http.request(method, path, json=body or None)
+        answer = await self.chance.choice(self.gateways).request(method, path, json=body or None)
         assert answer.status_code == 200, answer.text
         told: dict[str, Any] = answer.json()
         return told
@@ -114,10 +119,16 @@ class Life:
 async def live(verbs: list[str], seed: int) -> Life:
     company = Company(2, max_failovers=50, info=fake_info(vocab_size=VOCAB, context=CONTEXT))
     await company.start()
-    app = create_app(single(Service(company.streams, TEXT, ApiSettings())))
     try:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as http:
-            life = Life(company, http, random.Random(seed))
+        async with keeper() as kept, AsyncExitStack() as stack:
+            gateways = []
+            for _ in range(2):
+                models = single(Service(company.streams, TEXT, ApiSettings(), sessions=kept.owner()))
+                stack.push_async_callback(models.first.shut)
+                transport = httpx.ASGITransport(app=create_app(models))
+                gateway = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+                gateways.append(await stack.enter_async_context(gateway))
+            life = Life(company, gateways, random.Random(seed))
             await life.open()
             for verb in verbs:
                 await life.act(verb)
