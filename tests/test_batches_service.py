@@ -25,9 +25,9 @@ URL = "/v1/chat/completions"
 
 @contextmanager
 def serving(model: Path, store: Path) -> Iterator[tuple[ServiceProcess, httpx.Client]]:
-    """Two workers of four seats each, of which a batch takes six at most."""
+    """A worker of eight seats, of which a batch takes six at most."""
     arguments = [str(model), "--served-model-name", "tiny", "--device", "cpu", "--host", "127.0.0.1"]
-    arguments += ["--num-workers", "2", "--max-num-seqs", "4", "--batch-store", str(store), "--drain-timeout-s", "5"]
+    arguments += ["--num-workers", "1", "--max-num-seqs", "8", "--batch-store", str(store), "--drain-timeout-s", "5"]
     with running_service(*arguments, "--executor", "tests.served_fake:make_executor") as service:
         service.wait_for_line("ready at", 180)
         with httpx.Client(base_url=service.url, timeout=60, trust_env=False) as client:
