@@ -1,8 +1,4 @@
-"""Forwards of a decoder on the CPU in float32.
-
-All layers are one compiled pass where every matrix is kept in blocks. Where not, a few lone tokens go through passes
-that are compiled one by one, and all else through torch.
-"""
+"""Forwards of a decoder on the CPU in float32: those of a few lone tokens by compiled passes, all others in torch."""
 
 from __future__ import annotations
 
@@ -16,12 +12,12 @@ from torch.nn import functional
 from planner.slices import Method
 from worker.batch import Batch
 from worker.cpu_attention import use_threads_of_torch
-from worker.cpu_block_pass import BlockPass, has_block_pass
+from worker.cpu_block_forwards import BlockForwards, has_block_pass
 from worker.cpu_blocks import prepare_products, product
 from worker.cpu_decode import add_norm, compile_rotate_attend
 from worker.cpu_linear import MOST_ROWS, compile_small_linear, run
 from worker.cpu_seen import seen_cells
-from worker.forwards import EagerForwards, Forwards, SelectedLogits
+from worker.forwards import EagerForwards, Forwards, ReadyLogits, SelectedLogits
 from worker.kv_pool import KvPool
 from worker.lora import LoraSlots
 from worker.models.block_matrix import BlockMatrix
@@ -37,6 +33,8 @@ _NO_NORM = np.empty(0, dtype=np.float32)
 def forwards_of(decoder: Decoder, pool: KvPool, adapters: LoraSlots | None = None) -> Forwards:
     """The fastest way that there is to run `decoder`, with `adapters` beside it, outside of a GPU's own executor."""
     if decoder.device.type == "cpu" and decoder.dtype == torch.float32 and not decoder.weights.is_quantized:
+        if adapters is None and has_block_pass(decoder):
+            return BlockForwards(decoder, pool)
         return CpuForwards(decoder, pool, adapters)
     return EagerForwards(decoder, pool, adapters=adapters)
 
@@ -45,13 +43,11 @@ class CpuForwards:
     """A `Forwards`."""
 
     def __init__(self, decoder: Decoder, pool: KvPool, adapters: LoraSlots | None = None) -> None:
-        """`decoder` is in float32 on the CPU, `pool` has its geometry. Compiles kernels, once a machine. With
-        `adapters`, of which the one pass knows nothing, it does without that pass."""
+        """`decoder` is in float32 on the CPU, `pool` has its geometry. Compiles kernels, once a machine."""
         config = decoder.config
         self._decoder = decoder
         self._pool = pool
         self._adapters = adapters
-        self._blocks = BlockPass(decoder, pool) if adapters is None and has_block_pass(decoder) else None
         self._eager = EagerForwards(decoder, pool, adapters=adapters)
         self._num_beats = 0
         for matrix in decoder.weights.kept_in_blocks:
@@ -64,20 +60,15 @@ class CpuForwards:
 
     @property
     def num_beats(self) -> int:
-        of_blocks = self._blocks.num_beats if self._blocks is not None else 0
-        return self._num_beats + self._eager.num_beats + of_blocks
+        return self._num_beats + self._eager.num_beats
 
     def run(self, batch: Batch, method: Method, wanted: Sequence[int]) -> SelectedLogits:
-        num_rows = len(batch.tokens)
-        if self._blocks is not None:
-            hidden = self._blocks.run(batch)
-        elif len(batch.pieces) == num_rows <= MOST_ROWS:
-            use_threads_of_torch()
-            hidden = self._decode(batch, None if self._adapters is None else self._adapters.beside(batch))
-        else:
+        if not len(batch.pieces) == len(batch.tokens) <= MOST_ROWS:
             return self._eager.run(batch, method, wanted)
+        use_threads_of_torch()
+        hidden = self._decode(batch, None if self._adapters is None else self._adapters.beside(batch))
         logits = self._logits(hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64)))
-        return _Logits(logits, wanted, hidden, self._decoder)
+        return ReadyLogits(logits, wanted, hidden, self._decoder)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(weight, BlockMatrix):
@@ -126,21 +117,3 @@ class CpuForwards:
             gate, up = self._product(normed, index, Site.GATE_UP, beside).chunk(2, dim=-1)
             delta = self._product(functional.silu(gate).mul_(up), index, Site.DOWN, beside)
         return hidden.add_(delta)
-
-
-class _Logits:
-    """Logits of the rows that were wanted, computed already."""
-
-    def __init__(self, logits: Tensor, wanted: Sequence[int], hidden: Tensor, decoder: Decoder) -> None:
-        self._logits = logits
-        self._wanted = list(wanted)
-        self._hidden = hidden
-        self._decoder = decoder
-
-    def rows(self, rows: Sequence[int]) -> Tensor:
-        if list(rows) == self._wanted:
-            return self._logits
-        return self._logits.index_select(0, torch.tensor([self._wanted.index(row) for row in rows]))
-
-    def normed(self, first: int, end: int) -> Tensor:
-        return self._decoder.normed(self._hidden[first:end])

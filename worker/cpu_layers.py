@@ -4,7 +4,7 @@ Every thread runs the whole pass, and in each phase takes tasks from a board (`w
 are any. So between two products no thread returns to Python, none waits for one that has lost its core, and an
 intermediate result is written in the form in which the next phase reads it.
 
-A pass reads its arguments from a `FRAME`: addresses and sizes, as code of C would. `worker.cpu_block_pass` fills it
+A pass reads its arguments from a `FRAME`: addresses and sizes, as code of C would. `worker.cpu_block_forwards` fills it
 and keeps alive what it points to.
 """
 

@@ -71,6 +71,24 @@ class _BeatingAttention:
         return self._attention.attend(layer, query, key, value)
 
 
+class ReadyLogits:
+    """A `SelectedLogits` of rows that were computed already: `logits` of the rows `wanted`, `hidden` of all."""
+
+    def __init__(self, logits: Tensor, wanted: Sequence[int], hidden: Tensor, decoder: Decoder) -> None:
+        self._logits = logits
+        self._wanted = list(wanted)
+        self._hidden = hidden
+        self._decoder = decoder
+
+    def rows(self, rows: Sequence[int]) -> Tensor:
+        if list(rows) == self._wanted:
+            return self._logits
+        return self._logits.index_select(0, torch.tensor([self._wanted.index(row) for row in rows]))
+
+    def normed(self, first: int, end: int) -> Tensor:
+        return self._decoder.normed(self._hidden[first:end])
+
+
 class EagerForwards:
     """Forwards of a decoder, operation by operation, of any width."""
 

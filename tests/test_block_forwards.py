@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from planner.slices import Method, Slice
 from tests.test_block_matrices import random_tiles
 from tests.torch_rig import chunk
 from worker.batch import Batch, cut
-from worker.cpu_block_pass import BlockPass, has_block_pass
-from worker.cpu_forwards import CpuForwards
+from worker.cpu_block_forwards import BlockForwards, has_block_pass
+from worker.cpu_forwards import CpuForwards, forwards_of
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.models.block_matrix import BlockMatrix
@@ -38,6 +39,7 @@ def matrix_like(like: torch.Tensor, layout: BlockLayout, seed: int) -> BlockMatr
     return BlockMatrix(tiles)
 
 
+@functools.cache
 def block_decoder(
     layouts: tuple[BlockLayout, BlockLayout] = (NIBBLES, BYTES),
     *,
@@ -105,7 +107,7 @@ def batch_of(spans: list[tuple[int, int]], seed: int = 0) -> Batch:
 def check(decoder: Decoder, batch: Batch) -> None:
     ours, theirs = pool_of(decoder), pool_of(decoder)
     rows = list(range(len(batch.tokens)))
-    logits = CpuForwards(decoder, ours).run(batch, Method.PREFILL, rows).rows(rows)
+    logits = BlockForwards(decoder, ours).run(batch, Method.PREFILL, rows).rows(rows)
     expected = EagerForwards(decoder, theirs).run(batch, Method.PREFILL, rows).rows(rows)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
@@ -140,7 +142,7 @@ def test_a_pass_equals_the_decoder_in_torch(
         torch.set_num_threads(before)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 35)), min_size=1, max_size=6),
     layouts=st.tuples(*[st.sampled_from([NIBBLES, BYTES, SMALL])] * 2),
@@ -155,32 +157,35 @@ def test_whatever_pieces_and_layouts_a_forward_has(
 def test_a_forward_that_wants_no_logits_still_writes_its_cells() -> None:
     decoder, batch = block_decoder(), batch_of([(0, 9)])
     ours, theirs = pool_of(decoder), pool_of(decoder)
-    assert CpuForwards(decoder, ours).run(batch, Method.PREFILL, []).rows([]).shape == (0, 50)
+    assert BlockForwards(decoder, ours).run(batch, Method.PREFILL, []).rows([]).shape == (0, 50)
     EagerForwards(decoder, theirs).run(batch, Method.PREFILL, [])
     torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
 
 
 def test_a_pass_gets_on_layer_by_layer() -> None:
     decoder = block_decoder()
-    blocks = BlockPass(decoder, pool_of(decoder))
-    blocks.run(batch_of([(0, 5)]))
-    assert blocks.num_beats >= decoder.config.num_layers
+    forwards = BlockForwards(decoder, pool_of(decoder))
+    forwards.run(batch_of([(0, 5)]), Method.PREFILL, [])
+    assert forwards.num_beats >= decoder.config.num_layers
 
 
 def test_what_is_not_a_number_comes_through() -> None:
     decoder, batch = block_decoder(), batch_of([(4, 1), (6, 1)])
     pool = pool_of(decoder)
     pool.keys[1, int(batch.pieces[1].chunk.cells[2])] = float("nan")
-    logits = CpuForwards(decoder, pool).run(batch, Method.DECODE, [0, 1]).rows([0, 1])
+    logits = BlockForwards(decoder, pool).run(batch, Method.DECODE, [0, 1]).rows([0, 1])
     assert torch.isfinite(logits[0]).all()
     assert torch.isnan(logits[1]).all()
 
 
 def test_only_whole_tiles_of_blocks_make_a_pass() -> None:
-    assert has_block_pass(block_decoder())
     decoder = block_decoder()
+    assert has_block_pass(decoder)
+    assert isinstance(forwards_of(decoder, pool_of(decoder)), BlockForwards)
     plain = dummy_weights(decoder.config, torch.float32, CPU, seed=0)
-    assert not has_block_pass(Decoder(decoder.config, plain, CONTEXT))
+    dense = Decoder(decoder.config, plain, CONTEXT)
+    assert not has_block_pass(dense)
+    assert isinstance(forwards_of(dense, pool_of(dense)), CpuForwards)
     mixed = dataclasses.replace(
         decoder.weights, layers=(dataclasses.replace(decoder.weights.layers[0], down=plain.layers[0].down),)
     )

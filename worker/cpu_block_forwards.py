@@ -1,4 +1,5 @@
-"""Runs the compiled pass of `worker.cpu_layers` for a decoder whose matrices are all kept in blocks."""
+"""Forwards of any kind on the CPU in float32, of a decoder whose matrices are all kept in blocks: the compiled pass of
+`worker.cpu_layers` over its layers, and a product with the head."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from planner.slices import Method
 from worker.batch import Batch
 from worker.cpu_attention import use_threads_of_torch
-from worker.cpu_blocks import WIDTHS, compile_tile, width_for
+from worker.cpu_blocks import WIDTHS, compile_tile, prepare_products, width_for
 from worker.cpu_board import new_board
 from worker.cpu_heads import compile_heads
 from worker.cpu_layers import FRAME, MATRICES, PHASES, VECTORS, compile_launch, compile_layers
 from worker.cpu_seen import seen_cells
+from worker.forwards import ReadyLogits, SelectedLogits
 from worker.kv_pool import KvPool
 from worker.models.block_matrix import BlockMatrix
 from worker.models.blocks import LANES
@@ -35,11 +38,11 @@ def has_block_pass(decoder: Decoder) -> bool:
     return all(isinstance(matrix, BlockMatrix) for matrix in matrices) and not any(size % LANES for size in sizes)
 
 
-class BlockPass:
-    """Owner: the forwards of one decoder over one pool. `num_beats` grows a layer at a time, and is read anywhere."""
+class BlockForwards:
+    """A `Forwards`."""
 
     def __init__(self, decoder: Decoder, pool: KvPool) -> None:
-        """Compiles, once a machine, all that forwards of any number of rows need."""
+        """Compiles, once a machine, all that forwards of any number of rows need. See `has_block_pass`."""
         config = decoder.config
         shared = config.num_heads // config.num_kv_heads
         self._decoder = decoder
@@ -50,6 +53,8 @@ class BlockPass:
         self._mixed_size = config.num_heads * config.head_dim
         self._heads_size = self._mixed_size + 2 * config.num_kv_heads * config.head_dim
         self._beats = np.zeros(1, dtype=np.int64)
+        for matrix in decoder.weights.kept_in_blocks:
+            prepare_products(matrix.tiles.layout)
         self._windows = list(dict.fromkeys(config.windows))
         self._matrices = {width: _matrices(decoder.weights.layers, width) for width in WIDTHS}
         self._constants: dict[str, npt.NDArray[Any]] = {
@@ -79,7 +84,13 @@ class BlockPass:
     def num_beats(self) -> int:
         return int(self._beats[0])
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch, method: Method, wanted: Sequence[int]) -> SelectedLogits:
+        hidden = self._run_layers(batch)
+        self._beats[0] += 1
+        logits = self._decoder.logits(hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64)))
+        return ReadyLogits(logits, wanted, hidden, self._decoder)
+
+    def _run_layers(self, batch: Batch) -> Tensor:
         """Write keys and values of the batch's T tokens. Returns [T, E], before the last norm."""
         hidden = functional.embedding(torch.from_numpy(batch.tokens), self._decoder.weights.embedding)
         num_rows, width, num_threads = len(hidden), width_for(len(hidden)), torch.get_num_threads()
