@@ -130,6 +130,7 @@ class AnswerMaker:
     async def completion(self, body: CompletionBody, terms: Terms) -> tuple[Answer, str]:
         """The answer to a text completion, and the name to answer with. Raises `RequestRefused`."""
         model, name, adapter = self.model(body.model)
+        terms.record.note_model(name)
         text = self.service.text
         prompts = await self.prompts.completion(body, model.context)
         extras = await self._extras(body, requested_form(body))
@@ -148,6 +149,7 @@ class AnswerMaker:
         Raises `RequestRefused`; the session is then as it was. Close the answer, and the session is free again."""
         given, session = body, await self.sessions.get(session_id, account)
         model, name, adapter = self.model(body.model)
+        terms.record.note_model(name)
         text = self.service.text
         if body.echo or body.num_made > 1 or body.truncate_prompt_tokens is not None:
             raise InvalidRequest("a session allows no echo, no n or best_of over 1, no truncate_prompt_tokens")
@@ -181,6 +183,7 @@ class AnswerMaker:
 
         Raises `RequestRefused`."""
         model, name, adapter = self.model(body.model)
+        terms.record.note_model(name)
         text = self.service.text
         prompt = await self.prompts.chat(body, model.context)
         talk = plan_talk(body, text, prompt.ids)

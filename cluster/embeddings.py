@@ -51,6 +51,7 @@ class EmbeddingPlan:
 async def plan_embeddings(maker: AnswerMaker, body: EmbeddingBody, terms: Terms) -> EmbeddingPlan:
     """Raises `RequestRefused`; nothing has been sent to a worker."""
     model, name, adapter = maker.model(body.model)
+    terms.record.note_model(name)
     if model.vector_size is None:
         raise InvalidRequest(f"the model {name!r} is served by a program that gives no embeddings", param="model")
     dimensions = body.dimensions or model.vector_size

@@ -47,6 +47,10 @@ class RequestRecord:
     num_tokens: int = 0
     reasons: list[str] = field(default_factory=list)
 
+    def note_model(self, name: str) -> None:
+        """What it asks for, a model or an adapter, under the name that it is answered with."""
+        self.span.set_attribute(MODEL, name)
+
     def note_status(self, status: int) -> None:
         """The answer's HTTP status; those of 500 and above are failures of ours."""
         self.status = status

@@ -10,6 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from planner.request import Adapter
 from tests.adapter_rig import AdaptedFleet
@@ -163,3 +166,14 @@ async def test_a_service_that_does_not_allow_it_says_so(tmp_path: Path) -> None:
         assert "without lora_folder" in error["message"]
     async with desk() as d:
         refusal(await d.http.post("/v1/load_lora_adapter", json=body), 401)
+
+
+async def test_the_span_of_a_request_names_the_adapter() -> None:
+    kept = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    async with desk(fleet=fleet(poet=POET), tracer=provider.get_tracer("tests")) as d:
+        for name in ("poet", "tiny"):
+            await d.post("/v1/chat/completions", **CHAT, model=name)
+    told = [dict(span.attributes or {})["gen_ai.request.model"] for span in kept.get_finished_spans()]
+    assert told == ["poet", "tiny"]
