@@ -6,8 +6,8 @@ What a line asks for and how its text is made are the HTTP endpoint's: the same 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.api_settings import ApiSettings
@@ -19,8 +19,8 @@ from cluster.prompts import EncodedPrompt
 from cluster.requests import ChoicePlan, Extras, plan_completion, text_rules
 from cluster.structured import check_form, requested_form
 from cluster.text import TextModel
-from planner.errors import InvalidRequest, RaycombError, RequestFailed, RequestRefused
-from planner.request import FinishReason, Request, Update
+from planner.errors import InvalidRequest, RaycombError, RequestFailed, RequestRefused, UnknownModel
+from planner.request import Adapter, FinishReason, Request, Update
 from protos.openai import CompletionBody
 
 _ONLY_ONLINE = (
@@ -80,7 +80,9 @@ class Batch:
         *,
         max_num_seqs: int,
         on_line: Callable[[], object],
+        adapters: Sequence[Adapter] = (),
     ) -> None:
+        """`adapters`: those that the engine has; a line's `model` may name one."""
         info = engine.info
         self.totals = Totals()
         self._engine = engine
@@ -88,6 +90,7 @@ class Batch:
         self._writer = writer
         self._on_line = on_line
         self._settings = ApiSettings()
+        self._adapters = {adapter.name: adapter for adapter in adapters}
         self._model = ServedModel(
             name=info.name,
             created=int(time.time()),
@@ -134,6 +137,7 @@ class Batch:
         for name in _ONLY_ONLINE:
             if getattr(body, name):
                 raise InvalidRequest(f"{name} is not supported in a batch file", param=name)
+        adapter = None if body.model is None else self._adapter(body.model)
         ids = [token for token in body.prompt if isinstance(token, int)]
         if isinstance(body.prompt, str):
             ids = self._text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
@@ -141,7 +145,15 @@ class Batch:
             check_form(form)
         extras = Extras(None if form is None else form.grammar)
         (plan,) = plan_completion(body, [EncodedPrompt(ids)], self._model, self._text.eos_ids, self._settings, extras)
-        return plan
+        assert plan.request is not None, "without echo something is always generated"
+        return replace(plan, request=replace(plan.request, adapter=adapter))
+
+    def _adapter(self, name: str) -> Adapter:
+        if not self._adapters:
+            raise InvalidRequest("model means nothing in a batch without adapters", param="model")
+        if name not in self._adapters:
+            raise UnknownModel(f"there is no adapter {name!r}; there is: {', '.join(self._adapters)}", param="model")
+        return self._adapters[name]
 
     def _take(self, entry: _Open, update: Update) -> None:
         number = entry.line.number

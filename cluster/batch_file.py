@@ -62,7 +62,7 @@ def _body(fields: dict[str, Any], seed: int) -> CompletionBody:
         raise InvalidRequest(_OTHER_THAN_ONE_PROMPT, param="prompt")
     if ids is None and not isinstance(fields["prompt"], str):
         raise InvalidRequest(_OTHER_THAN_ONE_PROMPT, param="prompt")
-    for name in ("stream", "stream_options", "echo", "model"):
+    for name in ("stream", "stream_options", "echo"):
         if fields.get(name) is not None:
             raise InvalidRequest(f"{name} means nothing in a batch", param=name)
     if fields.get("seed") is None:

@@ -20,7 +20,8 @@ from tqdm import tqdm
 from cluster.batch import Batch, Totals
 from cluster.batch_file import OrderedWriter, read_lines
 from cluster.checkpoints import resolve
-from cluster.engine_flags import ADAPTERS, add_engine_flags, engine_config, given_engine_settings
+from cluster.engine_flags import add_engine_flags, engine_config, given_engine_settings
+from cluster.lora_settings import check_lora_settings, named_modules
 from cluster.model_settings import BUILD_EXECUTOR
 from cluster.offline_engine import Interrupted, OfflineEngine, open_offline
 from cluster.terminal import say
@@ -42,7 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of lines without a seed, and of dummy weights (default: 0)"
     )
-    add_engine_flags(parser, without=ADAPTERS | {"seed"})
+    parser.add_argument(
+        "--lora-modules",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="adapters that a line's `model` may name; needs --enable-lora",
+    )
+    add_engine_flags(parser, without=frozenset({"seed"}))
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -50,6 +59,8 @@ def execute(args: argparse.Namespace) -> int:
     num_lines = _check_files(args.prompts, args.output)
     model = resolve(args.model, report=say)
     config = engine_config(str(model), given_engine_settings(args) | {"seed": args.seed})
+    modules = named_modules(args.lora_modules)
+    check_lora_settings(config, modules, None, (), has_admin=False)
     text = load_text(model if args.tokenizer is None else resolve(args.tokenizer, report=say))
     interrupted = False
     began = time.perf_counter()
@@ -60,7 +71,9 @@ def execute(args: argparse.Namespace) -> int:
         _interrupts(engine),
     ):
         writer = OrderedWriter(file)
-        batch = Batch(engine, text, writer, max_num_seqs=config.max_num_seqs, on_line=bar.update)
+        loading = [engine.engine.load_adapter(name, Path(folder)) for name, folder in modules.items()]
+        adapters = [each.result() for each in loading]
+        batch = Batch(engine, text, writer, max_num_seqs=config.max_num_seqs, on_line=bar.update, adapters=adapters)
         start = time.perf_counter()
         load_s = start - began
         try:

@@ -23,7 +23,8 @@ from cluster.batch_file import Line, OrderedWriter, parse_line
 from cluster.offline_engine import Interrupted, OfflineEngine, running
 from cluster.text import TextModel, load_text
 from planner.errors import InvalidConfiguration, InvalidRequest
-from planner.request import SamplingParams
+from planner.request import Adapter, SamplingParams
+from tests.fake_slots import save_fake_adapter
 from tests.fakes import FakeExecutor, expected_tokens, fake_info, fake_limits, fake_request
 from worker.engine import Engine
 
@@ -255,6 +256,29 @@ def test_the_command_answers_reports_and_says_by_its_exit_code_whether_all_went_
 
     prompts.write_text('{"prompt": "Hi", "max_tokens": 3}\n{"prompt": ""}\n')
     assert run_command.execute(args) == 1
+
+
+def test_lines_name_adapters_for_their_model(model_path: Path, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    named = [f"{name}={save_fake_adapter(tmp_path / name, revision)}" for name, revision in (("a", 5), ("b", 6))]
+    lines = [
+        {"prompt": "Hi", "max_tokens": 6, "temperature": 0} | extra for extra in ({}, {"model": "a"}, {"model": "b"})
+    ]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"prompt": "Hi", "model": "c"}]))
+    args = run_args(model_path, prompts, output, "--enable-lora", "--max-loras", "2", "--lora-modules", *named)
+    assert run_command.execute(args) == 1
+    *told, error = [json.loads(line) for line in output.read_text().splitlines()]
+    for answer, adapter in zip(told, (None, Adapter("a", 5), Adapter("b", 6)), strict=True):
+        request = fake_request(
+            load_text(model_path).encode("Hi"), 6, sampling=SamplingParams(temperature=0.0), adapter=adapter
+        )
+        assert tuple(answer["token_ids"]) == expected_tokens(request)
+    assert error["error"]["message"] == "there is no adapter 'c'; there is: a, b"
+    with pytest.raises(InvalidConfiguration, match="enable_lora is not"):
+        run_command.execute(run_args(model_path, prompts, output, "--lora-modules", named[0]))
+    prompts.write_text(json.dumps({"prompt": "Hi", "model": "a"}) + "\n")
+    assert run_command.execute(run_args(model_path, prompts, output)) == 1
+    assert "without adapters" in output.read_text()
 
 
 def test_the_same_batch_run_again_gives_the_same_answers(model_path: Path, tmp_path: Path) -> None:
