@@ -48,12 +48,13 @@ def main() -> int:
     parser.add_argument("--grpc-port", type=int, required=True)
     args = parser.parse_args()
     config = service_config(json.loads(args.settings.read_text()))
-    with front_environment(choose_front(args.front)) as variables:
+    front = choose_front(args.front)
+    with front_environment(front, LOOPBACK) as variables:
         os.environ.update(variables)
         from cluster.local_service import LocalService  # imports Ray, which reads the environment at import
 
         ports = {"port": args.port, "grpc_port": args.grpc_port}
-        return LocalService(config, host=LOOPBACK, inner_host=LOOPBACK, **ports).run(None)
+        return LocalService(config, host=LOOPBACK, **ports, behind_haproxy=front is Front.HAPROXY).run(None)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import ipaddress
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, Protocol
+from urllib.parse import unquote
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -25,6 +27,7 @@ from cluster.headers import DEADLINE
 from protos import inference_pb2_grpc
 
 SERVICER_FUNCTION: Final = "cluster.grpc_front.add_services"
+FUNCTION_FOR_THIS_HOST: Final = "cluster.grpc_front.add_services_for_this_host"
 
 MAX_UNSENT: Final = 2
 """Messages of a stream that wait for a client that lags; what comes meanwhile is merged where it is made."""
@@ -41,11 +44,33 @@ class ServeServer(ServerOfMethods, Protocol):
 
 def add_services(servicer: Any, server: ServeServer) -> None:
     """Add Inference and Health to one of Serve's gRPC servers. `servicer` is a stand-in of Serve's."""
+    _add(servicer, server, lambda _peer: True)
+
+
+def add_services_for_this_host(servicer: Any, server: ServeServer) -> None:
+    """The same for gateways that nobody shall reach but HAProxy on their host: Serve has them listen everywhere."""
+    _add(servicer, server, is_of_this_host)
+
+
+def is_of_this_host(peer: str) -> bool:
+    """Whether a call came over the loopback interface; `peer` as gRPC tells it."""
+    kind, _, address = peer.partition(":")
+    if kind == "unix":
+        return True
+    try:
+        host = ipaddress.ip_address(unquote(address.rpartition(":")[0]).strip("[]"))
+    except ValueError:
+        return False
+    return host.is_loopback or (host.version == 6 and host.ipv4_mapped is not None and host.ipv4_mapped.is_loopback)
+
+
+def _add(servicer: Any, server: ServeServer, admits: Callable[[str], bool]) -> None:
     plain = server.service_handler_factory
 
     def wrapping(**kind: Any) -> Handler:
         handler = plain(**kind)
-        return _stream(handler) if inspect.isasyncgenfunction(handler) else _unary(handler)
+        wrap = _stream if inspect.isasyncgenfunction(handler) else _unary
+        return wrap(handler, admits)
 
     server.service_handler_factory = wrapping
     try:
@@ -117,10 +142,21 @@ class RecordedCall:
         context.set_trailing_metadata(self._trailers)
 
 
-def _unary(handler: Handler) -> Handler:
+def _turned_away(request: Any, context: grpc.aio.ServicerContext[Any, Any], admits: Callable[[str], bool]) -> bool:
+    """Whether the call is none to go on with; then it has been told why, and is to end without a message."""
+    if not admits(context.peer()):
+        context.set_code(grpc.StatusCode.PERMISSION_DENIED)
+        context.set_details("this port is for the proxy in front of it")
+        return True
+    if isinstance(request, Unreadable):
+        refuse(request, context)
+        return True
+    return False
+
+
+def _unary(handler: Handler, admits: Callable[[str], bool]) -> Handler:
     async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
-        if isinstance(request, Unreadable):
-            refuse(request, context)
+        if _turned_away(request, context, admits):
             return b""
         call = RecordedCall(context)
         response: bytes = await handler(request, call)
@@ -130,10 +166,9 @@ def _unary(handler: Handler) -> Handler:
     return wrapped
 
 
-def _stream(handler: Handler) -> Handler:
+def _stream(handler: Handler, admits: Callable[[str], bool]) -> Handler:
     async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
-        if isinstance(request, Unreadable):
-            refuse(request, context)
+        if _turned_away(request, context, admits):
             return
         call = RecordedCall(context)
         messages: asyncio.Queue[bytes | None] = asyncio.Queue()

