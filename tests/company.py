@@ -22,8 +22,8 @@ STEP_TIME_S: Final = 0.003
 class EngineWorker:
     """A worker of the fleet: an engine with the fake executor, and its data plane."""
 
-    def __init__(self, worker_id: str, info: ProgramInfo | None = None) -> None:
-        executor = FakeExecutor(info, step_time_s=STEP_TIME_S)
+    def __init__(self, worker_id: str, info: ProgramInfo | None = None, num_slots: int = 0) -> None:
+        executor = FakeExecutor(info, step_time_s=STEP_TIME_S, num_slots=num_slots)
         limits = fake_limits(executor.info, max_num_seqs=12, max_batched_tokens=32)
         self.worker_id = worker_id
         self.engine = Engine(executor, limits, inbox_size=100, on_death=lambda _: None, check_cells=True)
@@ -47,11 +47,14 @@ class EngineWorker:
 class Company:
     """A fleet whose workers come and go."""
 
-    def __init__(self, num_workers: int, max_failovers: int, info: ProgramInfo | None = None) -> None:
+    def __init__(
+        self, num_workers: int, max_failovers: int, info: ProgramInfo | None = None, num_slots: int = 0
+    ) -> None:
         limits = FailoverLimits(max_failovers=max_failovers)
         self.streams = Streams("served", SECRET, Router(max_waiting=1000), limits)
-        self.workers = [EngineWorker(f"w{number}", info) for number in range(num_workers)]
+        self.workers = [EngineWorker(f"w{number}", info, num_slots) for number in range(num_workers)]
         self._info = info
+        self._num_slots = num_slots
         self._members: dict[str, Member] = {}
         self._num_hired = num_workers
 
@@ -64,7 +67,7 @@ class Company:
         """The victim goes; the membership hears of it a little later, and of another worker with it."""
         await (victim.die() if killed else victim.end())
         self.workers.remove(victim)
-        worker = EngineWorker(f"w{self._num_hired}", self._info)
+        worker = EngineWorker(f"w{self._num_hired}", self._info, self._num_slots)
         self._num_hired += 1
         self.workers.append(worker)
         del self._members[victim.worker_id]
