@@ -201,6 +201,8 @@ class LocalService:
         key = ' -H "Authorization: Bearer $KEY"' if config.http.api_keys or config.http.keys else ""
         messages = '[{"role": "user", "content": "Hello"}]'
         body = f'{{"model": "{config.model_name}", "max_tokens": 64, "messages": {messages}}}'
+        if config.others:
+            print(f"\n  models: {config.model_names}")
         print(f"\n  in a browser: {self.url}/")
         print(f"\n  curl {self.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n")
 
