@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 from cluster.adapter_catalogue import MAX_NAME, AdapterCatalogue, confined
@@ -28,6 +29,7 @@ class AdapterDesk:
         sync_workers: SyncWorkers,
         allowed: str,
         model_names: Collection[str],
+        seen_within_s: float = SEEN_WITHIN_S,
     ) -> None:
         """`allowed`: the folder below which adapters may be loaded; `model_names`: what no adapter may be called."""
         self._fleet = fleet
@@ -35,6 +37,7 @@ class AdapterDesk:
         self._sync_workers = sync_workers
         self._allowed = allowed
         self._model_names = frozenset(model_names)
+        self._seen_within_s = seen_within_s
 
     async def load(self, name: str, path: str) -> None:
         """Have every worker load it, these and those that come later.
@@ -60,18 +63,21 @@ class AdapterDesk:
         await self._until(lambda: self._fleet.num_without(name) == 0)
 
     async def unload(self, name: str) -> None:
-        """New requests for it are refused from now on, and those that run end as they would. Raises `UnknownModel`."""
+        """New requests for it are refused from now on, and those that run end as they would. Raises `UnknownModel`, and
+        `Unavailable` where a worker does not let go of it yet; it will."""
         await self._catalogue.remove(name)
-        await self._sync_workers()
-        await self._until(lambda: name not in self._fleet.adapters)
+        with suppress(Unavailable):  # workers look by themselves, only later
+            await self._sync_workers()
+        if not await self._until(lambda: name not in self._fleet.adapters):
+            raise Unavailable(f"the adapter {name!r} is to go, and not every worker has let go of it yet")
 
-    @staticmethod
-    async def _until(seen: Callable[[], bool]) -> None:
-        """A worker that is just starting tells of it when it comes: nobody waits longer for that."""
+    async def _until(self, seen: Callable[[], bool]) -> bool:
+        """Whether it was seen in time. A worker that is just starting tells of it when it comes."""
         loop = asyncio.get_running_loop()
-        ends_at = loop.time() + SEEN_WITHIN_S
+        ends_at = loop.time() + self._seen_within_s
         while not seen() and loop.time() < ends_at:  # noqa: ASYNC110 - workers' news come on this loop, to the router
             await asyncio.sleep(LOOK_S)
+        return seen()
 
 
 def check_name(name: str) -> None:

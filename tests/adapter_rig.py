@@ -49,4 +49,4 @@ class AdaptedFleet:
         return [{wanted[name].order: why for name, why in self.failures.items() if name in wanted}, {}]
 
     def desk(self, allowed: str, model_names: Collection[str]) -> AdapterDesk:
-        return AdapterDesk(self.fleet, self.catalogue, self.sync, allowed, model_names)
+        return AdapterDesk(self.fleet, self.catalogue, self.sync, allowed, model_names, seen_within_s=0.5)

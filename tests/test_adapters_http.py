@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -121,6 +122,24 @@ async def test_workers_that_cannot_be_reached_leave_nothing_behind(tmp_path: Pat
         assert await d.wanted() == ["named"]
         d.workers.is_reachable, d.fleet.ready = True, False
         refusal(await d.load("poet", "poet"), 503)
+
+
+async def test_an_unload_that_workers_have_not_followed_yet_says_so_and_holds(tmp_path: Path) -> None:
+    async with admin_desk(tmp_path) as d:
+        d.workers.is_reachable = False
+        error = refusal(await d.unload("named"), 503)
+        assert "not every worker has let go of it yet" in error["message"]
+        assert await d.wanted() == []
+        assert refusal(await d.unload("named"), 404)["param"] == "lora_name"
+
+
+async def test_an_unload_needs_no_word_from_workers_that_follow_by_themselves(tmp_path: Path) -> None:
+    async with admin_desk(tmp_path) as d:
+        d.workers.is_reachable = False
+        unloading = asyncio.create_task(d.unload("named"))
+        await asyncio.sleep(0.1)
+        d.fleet.adapters = {}
+        assert (await unloading).status_code == 200
 
 
 @pytest.mark.parametrize(
