@@ -20,9 +20,12 @@ from cluster.certificates import FRONT
 from cluster.cli import main
 from cluster.front import free_ports
 from cluster.membership import Member
+from cluster.remote_sessions import RemoteOwner
 from cluster.router import Router
+from cluster.session_server import SessionServer
+from cluster.sessions import Sessions
 from cluster.streams import Streams
-from planner.errors import InvalidConfiguration
+from planner.errors import InvalidConfiguration, Unavailable
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tests.data_plane import SECRET, serving
@@ -30,6 +33,7 @@ from tests.grpc_desk import grpc_desk
 from tests.http_desk import PROMPT, desk
 from tests.listening import eventually, listening
 from tests.scripted_worker import request, until
+from tests.session_rig import LIMITS
 from worker.tls import AUTHORITY, channel_credentials, server_credentials
 
 ROOT = Path(__file__).parent.parent
@@ -162,3 +166,19 @@ async def test_http_and_grpc_go_through_the_proxy_of_deploy(certs: Path) -> None
                 message async for message in pb_grpc.InferenceStub(channel).Generate(asked, wait_for_ready=True)
             ]
         assert "".join(choice.text for message in messages for choice in message.choices) == "hi there"
+
+
+async def test_the_owner_of_sessions_is_asked_over_tls_and_by_none_without_a_certificate(certs: Path) -> None:
+    server = SessionServer(Sessions(LIMITS), SECRET, "127.0.0.1", server_credentials(certs))
+    address = await server.start()
+    owner, plain = RemoteOwner(SECRET, channel_credentials(certs)), RemoteOwner(SECRET)
+    try:
+        for each in (owner, plain):
+            each.set_address(address)
+        assert (await owner.open("")).is_empty
+        with pytest.raises(Unavailable, match="UNAVAILABLE"):
+            await plain.open("")
+    finally:
+        await owner.shut()
+        await plain.shut()
+        await server.stop()
