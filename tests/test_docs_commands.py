@@ -135,7 +135,8 @@ def test_an_address_that_is_asked_is_one_of_the_service(command: Command) -> Non
     from docs.site.endpoints import ENDPOINTS
 
     (url,) = (word for word in command.words if word.startswith("http"))
-    (one,) = (one for one in ENDPOINTS if one.path == re.sub(r"^http://[^/]+|\?.*$", "", url))
+    asked = ("POST" if "-d" in command.words else "GET", re.sub(r"^http://[^/]+|\?.*$", "", url))
+    (one,) = (one for one in ENDPOINTS if (one.method, one.path) == asked)
     if "-d" in command.words:
         body = json.loads(command.words[command.words.index("-d") + 1])
         one.bodies[0].model_validate(body)
