@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -81,11 +82,12 @@ class AdapterCatalogue:
 def confined(path: str, allowed: str) -> str:
     """The folder that a client may mean by `path`, which is taken from the folder `allowed` where it is relative.
 
-    Raises `InvalidRequest` for one that does not lie in it; links are followed, on the host that asks. Looks at files.
+    Raises `InvalidRequest` for one that does not lie in it; links are followed to see that, on the host that
+    asks, and not in what is returned: on another host they may lead elsewhere. Looks at files.
     """
-    root = Path(allowed).resolve()
-    folder = root if "\0" in path else (root / path).resolve()
-    if folder == root or not folder.is_relative_to(root):
+    folder = Path(allowed) if "\0" in path else Path(os.path.normpath(Path(allowed) / path))
+    root, leads_to = Path(allowed).resolve(), folder.resolve()
+    if leads_to == root or not leads_to.is_relative_to(root):
         raise InvalidRequest(
             f"lora_path is {path!r}, and adapters are loaded from below {allowed} alone", param="lora_path"
         )

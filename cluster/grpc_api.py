@@ -87,7 +87,7 @@ class GrpcApi:
     async def list_models(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
         async def work(_caller: Caller) -> pb.ListModelsResponse:
             cards = []
-            for maker in self._models.all:
+            for maker in self._models.known:
                 model = maker.served()
                 names = (*maker.names(), *sorted(maker.service.fleet.adapters))
                 cards += [pb.Model(name=name, created=model.created, context=model.context) for name in names]

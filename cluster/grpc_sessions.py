@@ -49,7 +49,7 @@ class GrpcSessions:
             refuse_unknown(request)
             told = [
                 _told(maker, session)
-                for maker in self._models.all
+                for maker in self._models.known
                 for session in await maker.sessions.of(caller.account)
             ]
             return pb.ListSessionsResponse(sessions=told)

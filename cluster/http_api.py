@@ -149,7 +149,7 @@ class _Endpoints:
         return AnswerResponse(answer, telling, self._delivery(agreed, body))
 
     async def models(self) -> Response:
-        cards = [card for maker in self._models.all for card in _cards(maker)]
+        cards = [card for maker in self._models.known for card in _cards(maker)]
         return _json(wire.ModelList(object="list", data=cards))
 
     async def one_model(self, name: str) -> Response:

@@ -32,6 +32,11 @@ class Models:
         """Whether every model has had a worker."""
         return all(service.fleet.model is not None for service in self.services)
 
+    @property
+    def known(self) -> list[AnswerMaker]:
+        """Those whose model has had a worker; where there is none, the first, which says so."""
+        return [maker for maker in self.all if maker.service.fleet.model is not None] or [self.first]
+
     def of(self, asked: str | None) -> AnswerMaker:
         """That of the model, or adapter, which a client calls so. Raises `UnknownModel` that names what there is; a
         single model says so itself."""

@@ -65,7 +65,7 @@ class _Endpoints:
 
     async def list(self, request: Request) -> Response:
         account = self._account(request)
-        cards = [_of(maker, session) for maker in self._models.all for session in await maker.sessions.of(account)]
+        cards = [_of(maker, session) for maker in self._models.known for session in await maker.sessions.of(account)]
         return json_response(wire.SessionList(object="list", data=cards).model_dump_json().encode())
 
     async def one(self, request: Request, session_id: str) -> Response:

@@ -146,6 +146,14 @@ def test_a_path_that_leaves_the_folder_is_refused(tmp_path: Path, path: str) -> 
     assert refusal.value.param == "lora_path"
 
 
+def test_a_folder_that_is_a_link_on_one_host_alone_is_the_same_path_on_all(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "poet").mkdir(parents=True)
+    (tmp_path / "adapters").symlink_to(tmp_path / "disk")
+    allowed = str(tmp_path / "adapters")
+    assert confined("poet", allowed) == f"{allowed}/poet"
+    assert confined(str(tmp_path / "disk" / "poet"), allowed) == str(tmp_path / "disk" / "poet")
+
+
 def test_paths_inside_the_folder_are_taken_relative_or_whole(tmp_path: Path) -> None:
     inside = str((tmp_path / "a" / "b").resolve())
     assert confined("a/b", str(tmp_path)) == confined(inside, str(tmp_path)) == confined("a/./c/../b", str(tmp_path))

@@ -123,6 +123,9 @@ async def test_the_service_is_ready_when_every_model_has_a_worker() -> None:
         assert (await service.http.get("/health")).status_code == 200
         service.large.model = None
         assert (await service.http.get("/health")).status_code == 503
+        listed = (await service.http.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["small"]
+        refusal(await service.post("/v1/completions", **PROMPT, model="large"), 503)
         assert (await service.post("/v1/completions", **PROMPT, model="small")).status_code == 200
 
 
