@@ -83,6 +83,8 @@ def _as_flags(action: argparse.Action, name: str, value: Any) -> list[str]:
         return [flag if truth in ("true", "1") else f"--no-{name.replace('_', '-')}"]
     if isinstance(value, dict | list) and action.type is json.loads:
         return [f"{flag}={json.dumps(value)}"]
+    if isinstance(value, dict) and isinstance(action, argparse._ExtendAction):
+        return [f"{flag}={key}={item}" for key, item in value.items()]
     if isinstance(value, dict) or (isinstance(value, list) and not _repeats(action)):
         raise InvalidConfiguration(f"{name} takes one value, not {value!r}", param=name)
     return [f"{flag}={item}" for item in _listed(value)]

@@ -54,6 +54,13 @@ def test_the_model_may_stand_in_the_file_and_the_command_line_replaces_it(tmp_pa
     assert settings(["--config", file], {"RAYCOMB_MODEL": "c"})["model"] == ["c"]
 
 
+@pytest.mark.parametrize("told", ["{poet: /a, pirate: /b}", "[poet=/a, pirate=/b]"])
+def test_adapters_in_the_file_are_a_mapping_or_a_list_that_flags_replace_as_a_whole(tmp_path: Path, told: str) -> None:
+    file = config_file(tmp_path, f"lora-modules: {told}\n")
+    assert settings(["m", "--config", file])["lora_modules"] == ["poet=/a", "pirate=/b"]
+    assert settings(["m", "--lora-modules", "x=/c", "y=/d", "--config", file])["lora_modules"] == ["x=/c", "y=/d"]
+
+
 def test_a_null_in_the_file_sets_nothing(tmp_path: Path) -> None:
     names = ("model", "max_cells", "api_key", "port", "prefix_caching")
     file = config_file(tmp_path, "".join(f"{name}: null\n" for name in names))
