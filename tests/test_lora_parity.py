@@ -38,7 +38,7 @@ class Adapted:
         for place, folder in enumerate(self.folders):
             matrices = slots.read(folder)
             slots.put((place + 3) % len(self.folders), self.adapter(place, matrices.revision), matrices)
-        return executor_of(self.program, capacity, adapters=slots)
+        return executor_of(self.program, capacity, self.program.info.min_prefill_tokens, adapters=slots)
 
     def adapter(self, place: int, revision: int) -> Adapter:
         return Adapter(f"adapter {place}", revision)
@@ -132,3 +132,17 @@ def test_one_prompt_for_all_is_computed_for_each(adapted: Adapted) -> None:
     assert together == rig.answer(everyone)  # from warm prefixes of their own
     assert together == Rig(adapted.executor()).answer_alone(everyone)
     assert len({tuple(answer[0]) for answer in together}) >= 8
+
+
+def test_adapters_beside_int8_weights(tmp_path: Path) -> None:
+    """A batch says what each says alone; and about what they say beside the weights that are not quantized."""
+    save_tiny_model("llama", tmp_path / "model", sizes={"hidden_size": 64, "intermediate_size": 128})
+    plain = adapted_model(tmp_path, tmp_path / "model", strength=0.2)
+    program = load(os.fspath(tmp_path / "model"), quantization="int8")
+    assert program.decoder.weights.is_quantized
+    quantized = replace(plain, program=program)
+    requests = [replace(each, prompt=np.resize(each.prompt, 9)) for each in quantized.requests()]
+    together = Rig(quantized.executor()).answer(requests)
+    assert together == Rig(quantized.executor()).answer_alone(requests)
+    unquantized = Rig(plain.executor()).answer(requests)
+    assert sum(said[0][0] == other[0][0] for said, other in zip(together, unquantized, strict=True)) >= 8
