@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -11,20 +12,36 @@ from worker.models.lora_config import read_lora_config
 
 
 def named_modules(given: Iterable[str]) -> dict[str, str]:
-    """`name=folder`, each, with the folders made absolute, since workers run elsewhere.
+    """`name=folder`, or an object of JSON with `name` and `path`, each; with the folders made absolute, since workers
+    run elsewhere.
 
     Raises `InvalidConfiguration` or `InvalidAdapter` that names what is wrong with one.
     """
     modules: dict[str, str] = {}
     for text in given:
-        name, equals, folder = text.partition("=")
-        if not (name and equals and folder):
-            raise InvalidConfiguration(f"--lora-modules takes name=folder, not {text!r}", param="lora_modules")
+        name, folder = _named(text)
         if name in modules:
             raise InvalidConfiguration(f"--lora-modules names {name!r} twice", param="lora_modules")
         read_lora_config(Path(folder))
         modules[name] = str(Path(folder).absolute())
     return modules
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if text.lstrip().startswith("{"):
+        try:
+            told = json.loads(text)
+        except ValueError as error:
+            raise InvalidConfiguration(
+                f"--lora-modules has {text!r}, which is not JSON", param="lora_modules"
+            ) from error
+        if unknown := sorted(told.keys() - {"name", "path"}):
+            raise InvalidConfiguration(f"--lora-modules has {unknown[0]!r}, which is not known", param="lora_modules")
+        name, folder = told.get("name"), told.get("path")
+    if not (isinstance(name, str) and isinstance(folder, str) and name and folder):
+        raise InvalidConfiguration(f"--lora-modules takes name=folder, not {text!r}", param="lora_modules")
+    return name, folder
 
 
 def check_lora_settings(

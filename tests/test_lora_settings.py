@@ -54,9 +54,14 @@ def test_modules_of_the_command_line_are_read_at_once(tmp_path: Path, monkeypatc
     save_tiny_adapter(tmp_path / "bad", read_config(tmp_path / "model"), 1, changes={"use_dora": True})
     monkeypatch.chdir(tmp_path)
     assert named_modules(["pirate=good"]) == {"pirate": os.fspath(tmp_path / "good")}
+    assert named_modules(['{"name": "pirate", "path": "good"}']) == {"pirate": os.fspath(tmp_path / "good")}
     for given, words in (
         (["pirate"], "takes name=folder, not 'pirate'"),
         (["=good"], "takes name=folder"),
+        (["pirate="], "takes name=folder"),
+        (['{"name": "pirate"}'], "takes name=folder"),
+        (['{"name": "pirate"'], "is not JSON"),
+        (['{"name": "pirate", "path": "good", "rank": 3}'], "'rank', which is not known"),
         (["pirate=good", "pirate=good"], "names 'pirate' twice"),
     ):
         with pytest.raises(InvalidConfiguration, match=words):
