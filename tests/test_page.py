@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -50,9 +51,15 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @asynccontextmanager
-async def service(fleet: FakeFleet, **settings: Any) -> AsyncIterator[str]:
+async def service(
+    fleet: FakeFleet, may_tell: asyncio.Event | None = None, silent: tuple[str, ...] = (), **settings: Any
+) -> AsyncIterator[str]:
+    """Workers tell of their pools once they may, but for the silent ones."""
+
     async def inspect(_num_steps: int) -> RollCall:
-        return RollCall([pool_view()], [])
+        if may_tell is not None:
+            await may_tell.wait()
+        return RollCall([pool_view()], list(silent))
 
     app = create_app(single(Service(fleet, TEXT, ApiSettings(**settings), inspect=inspect)))
     async with listening(app) as url:
@@ -80,6 +87,20 @@ async def test_the_fleet_is_there_with_its_cells_sequences_and_figures(browser: 
             " if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); return seen.size }"
         )
         assert colours == len(SPANS) + 1
+        assert wrong == []
+
+
+async def test_a_worker_that_hangs_holds_nothing_up_and_is_told(browser: Browser) -> None:
+    may_tell = asyncio.Event()
+    fleet = fleet_that()
+    async with service(fleet, may_tell, ("w2",)) as url, looking_at(browser, url) as (page, wrong):
+        await expect(page.locator("#figures")).to_contain_text("Running3")
+        await expect(page.locator("[data-worker=w1]")).to_contain_text("3 running")
+        await expect(page.locator("tbody tr")).to_have_count(0)
+        may_tell.set()
+        await expect(page.locator("[data-worker=w2]")).to_contain_text("does not answer; draining")
+        await expect(page.locator("[data-worker=w1]")).not_to_contain_text("does not answer")
+        await expect(page.locator("[data-worker=w1] tbody tr")).to_have_count(3)
         assert wrong == []
 
 

@@ -35,13 +35,13 @@ export function drawEvents(events) {
   byId("events").replaceChildren(...(items.length ? items.reverse() : [make("li", { className: "quiet" }, "none yet")]));
 }
 
-/** `fleet` is fresh; `pools` may be a little older, and lack a worker. */
-export function drawWorkers(fleet, pools) {
+/** `fleet` is fresh; `pools` may be a little older, and lack a worker; `silent` are those that did not tell of theirs. */
+export function drawWorkers(fleet, pools, silent) {
   const parent = byId("workers");
   const cards = new Map([...parent.children].map((card) => [card.dataset.worker, card]));
   const drawn = fleet.workers.map((worker) => {
     const card = cards.get(worker.worker) ?? newCard(worker.worker);
-    fillCard(card, worker, pools.get(worker.worker));
+    fillCard(card, worker, pools.get(worker.worker), silent.includes(worker.worker));
     return card;
   });
   parent.replaceChildren(...(drawn.length ? drawn : [make("p", { className: "quiet" }, "No worker is connected.")]));
@@ -54,11 +54,11 @@ function newCard(name) {
   return card;
 }
 
-function fillCard(card, worker, pool) {
+function fillCard(card, worker, pool, isSilent) {
   const [, line, canvas, details] = card.children;
   const share = Math.round((100 * worker.owned_cells) / worker.capacity);
   line.textContent =
-    `${worker.draining ? "draining, " : ""}${worker.num_running} running, ${worker.num_waiting} waiting; ` +
+    `${isSilent ? "does not answer; " : ""}${worker.draining ? "draining, " : ""}${worker.num_running} running, ${worker.num_waiting} waiting; ` +
     `${share} % of ${worker.capacity} cells owned, ${worker.cached_cells} cached, ${worker.free_cells} free`;
   canvas.ariaLabel = `Map of the pool of ${card.dataset.worker}: ${share} % owned`;
   if (!pool) return;

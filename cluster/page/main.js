@@ -8,6 +8,8 @@ const FLEET_MS = 1000;
 const POOLS_EVERY = 2; // turns: looking through pools costs the workers something
 
 let pools = new Map();
+let silent = [];
+let looking = false;
 let turn = 0;
 
 function tellState(text, bad = false) {
@@ -16,16 +18,30 @@ function tellState(text, bad = false) {
   if (state.textContent !== text) state.textContent = text; // told again only when it changes
 }
 
+/** Nobody waits for it: a worker that hangs keeps the answer for seconds. */
+async function lookThroughPools(fleet) {
+  if (looking) return;
+  looking = true;
+  try {
+    const told = await get("debug/kv");
+    pools = new Map(told.workers.map((worker) => [worker.worker, worker]));
+    silent = told.silent;
+  } catch {
+    pools = new Map();
+    silent = [];
+  } finally {
+    looking = false;
+  }
+  drawWorkers(fleet, pools, silent);
+}
+
 async function refresh() {
   const fleet = await get("debug/fleet");
   await useModel(fleet.model);
   byId("model").textContent = fleet.model;
-  if (turn++ % POOLS_EVERY === 0) {
-    const { workers } = await get("debug/kv").catch(() => ({ workers: [] })); // a worker may just be gone
-    pools = new Map(workers.map((worker) => [worker.worker, worker]));
-  }
+  if (turn++ % POOLS_EVERY === 0) lookThroughPools(fleet);
   drawFigures(fleet);
-  drawWorkers(fleet, pools);
+  drawWorkers(fleet, pools, silent);
   drawEvents(fleet.events);
   tellState(fleet.ready ? "ready" : "no worker takes requests", !fleet.ready);
   byId("key-form").hidden = true;
