@@ -6,14 +6,15 @@ import asyncio
 import itertools
 import math
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from cluster.beam import Beam, BeamSearch
 from planner.errors import ForwardFailed
-from planner.request import FinishReason, Request, TokenLogprobs, Update
+from planner.request import Adapter, FinishReason, Request, TokenLogprobs, Update
 from tests.grammar_rig import TEXT
 from tests.http_desk import MODEL, VOCAB, desk, refusal
 from tests.tiny_text import EOS
@@ -34,6 +35,7 @@ class LikelyFleet:
 
     ready = True
     model = MODEL
+    adapters: Mapping[str, Adapter] = MappingProxyType({})
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.requests: list[Request] = []
