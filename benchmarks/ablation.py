@@ -27,20 +27,20 @@ from pathlib import Path
 import torch
 
 from benchmarks.record import record
-from cluster.bench_offline import GREEDY, OfflineBench
-from cluster.offline_engine import open_offline
+from cluster.bench.offline import GREEDY, OfflineBench
+from cluster.offline.engine import open_offline
 from planner.request import Request, SamplingParams
 from planner.step import Step, StepResult
 from worker.adapters import AdapterSlots
 from worker.config import EngineConfig
-from worker.cuda_decode import Capture, CudaDecode, Plan, Steps
-from worker.cuda_executor import CudaExecutor
-from worker.cuda_memory import captured_prefills, warm_up
-from worker.cuda_prefill import PrefillChain
-from worker.decode_plan import AttentionTile, DecodePlan, plan_decode
-from worker.decode_shape import DecodeShape
+from worker.cuda.decode import Capture, CudaDecode, Plan, Steps
+from worker.cuda.decode_plan import AttentionTile, DecodePlan, plan_decode
+from worker.cuda.decode_shape import DecodeShape
+from worker.cuda.executor import CudaExecutor
+from worker.cuda.graphs import DecodeGraphs, Draw, LaunchedSteps
+from worker.cuda.memory import captured_prefills, warm_up
+from worker.cuda.prefill import PrefillChain
 from worker.executor import Executor, ProgramInfo
-from worker.graphs import DecodeGraphs, Draw, LaunchedSteps
 from worker.kv_pool import KvPool
 from worker.models.rope_tables import rope_tables
 from worker.program import load_program

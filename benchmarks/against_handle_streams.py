@@ -22,11 +22,11 @@ from typing import Any
 from benchmarks.record import record
 from benchmarks.served import served
 from benchmarks.stepping_executor import STEP_S
-from cluster.bench_online import Server, run_load
-from cluster.bench_workloads import Prompt
-from cluster.front import free_ports
-from cluster.latency import Spread
-from cluster.sse_client import Target, post_events
+from cluster.bench.latency import Spread
+from cluster.bench.online import Server, run_load
+from cluster.bench.sse_client import Target, post_events
+from cluster.bench.workloads import Prompt
+from cluster.serving.front import free_ports
 
 MODEL = "smollm2-135m"
 PROMPT = list(range(300, 308))

@@ -30,15 +30,15 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.record import record
 from benchmarks.served import served
-from cluster import workload
-from cluster.bench_offline import GREEDY
-from cluster.bench_online import Server, run_load
-from cluster.bench_workloads import Prompt
+from cluster.bench import workload
+from cluster.bench.offline import GREEDY
+from cluster.bench.online import Server, run_load
+from cluster.bench.sse_client import Target
+from cluster.bench.workload import Item
+from cluster.bench.workloads import Prompt
 from cluster.checkpoints import resolve
-from cluster.front import free_ports
-from cluster.offline_engine import OfflineEngine, open_offline
-from cluster.sse_client import Target
-from cluster.workload import Item
+from cluster.offline.engine import OfflineEngine, open_offline
+from cluster.serving.front import free_ports
 from planner.request import Request, Update
 from worker.config import EngineConfig
 from worker.executor import ProgramInfo

@@ -24,8 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-from cluster import workload
-from cluster.workload import Item
+from cluster.bench import workload
+from cluster.bench.workload import Item
 from worker.config import KvCacheDtype
 
 BATCH_SIZES = (1, 8, 32, 64, 128, 256)
@@ -83,8 +83,8 @@ def loads_s(seconds: Seconds, vocab_size: int, batch_sizes: Sequence[int]) -> di
 def raycomb(
     folder: str, shape: dict[str, Any], batch_sizes: Sequence[int], kv_cache_dtype: KvCacheDtype = "auto"
 ) -> dict[str, Any]:
-    from cluster.bench_offline import OfflineBench
-    from cluster.offline_engine import open_offline
+    from cluster.bench.offline import OfflineBench
+    from cluster.offline.engine import open_offline
     from worker.config import EngineConfig
 
     began = time.perf_counter()

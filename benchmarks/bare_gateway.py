@@ -12,16 +12,16 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 
-from cluster.answer_maker import Service
+from cluster.answers.maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.checkpoints import resolve
-from cluster.failover import FailoverLimits
-from cluster.http_api import create_app
-from cluster.membership import Member
+from cluster.language.text import load_text
 from cluster.models import single
-from cluster.router import Router
-from cluster.streams import Streams
-from cluster.text import load_text
+from cluster.routing.failover import FailoverLimits
+from cluster.routing.membership import Member
+from cluster.routing.router import Router
+from cluster.routing.streams import Streams
+from cluster.web.api import create_app
 
 READY_WITHIN_S = 30.0
 

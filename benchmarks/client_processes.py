@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cluster.bench_online import Server, run_load
-from cluster.bench_workloads import Prompt
-from cluster.latency import LoadResult, RequestRecord
+from cluster.bench.latency import LoadResult, RequestRecord
+from cluster.bench.online import Server, run_load
+from cluster.bench.workloads import Prompt
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -1,8 +1,8 @@
 """A program: tells what is alive in a running service and in its Ray cluster, as long as somebody asks.
 
 Run as `python -m benchmarks.cluster_state ADDRESS`, since Ray wants a process of its own. One line of JSON for each
-line on its standard input: `gateways` (a `cluster.activity.Activity` each), `workers` (a `planner.limits.Snapshot`
-each), `actors` that are alive, `objects` in the object store and their `object_bytes`.
+line on its standard input: `gateways` (a `cluster.telemetry.activity.Activity` each), `workers` (a
+`planner.limits.Snapshot` each), `actors` that are alive, `objects` in the object store and their `object_bytes`.
 """
 
 from __future__ import annotations

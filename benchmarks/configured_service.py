@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import service_config
-from cluster.front import Front, choose_front, front_environment
-from cluster.haproxy_script import LOOPBACK
+from cluster.serving.front import Front, choose_front, front_environment
+from cluster.serving.haproxy_script import LOOPBACK
 from tests.service_process import ServiceProcess, running_service
 
 READY_WITHIN_S = 240.0
@@ -51,7 +51,7 @@ def main() -> int:
     front = choose_front(args.front)
     with front_environment(front, LOOPBACK) as variables:
         os.environ.update(variables)
-        from cluster.local_service import LocalService  # imports Ray, which reads the environment at import
+        from cluster.commands.local_service import LocalService  # imports Ray, which reads the environment at import
 
         ports = {"port": args.port, "grpc_port": args.grpc_port}
         return LocalService(config, host=LOOPBACK, **ports, behind_haproxy=front is Front.HAPROXY).run(None)

@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.decode_step import READ_BYTES_PER_S, SHAPES, STEPS, Bench, warm_clocks
 from benchmarks.record import record
-from cluster import workload
+from cluster.bench import workload
 from worker.cell_rows import SCALED
 from worker.config import EngineConfig
-from worker.decode_plan import plan_decode
+from worker.cuda.decode_plan import plan_decode
 
 MOMENTS = (0, 64, 128, 256, 384, 512, 640, 768, 832, 896, 960, 1008)
 LENGTHS = (100, 1024)

@@ -25,12 +25,12 @@ import triton
 
 from tests.decode_reference import random_weights, rotary_tables
 from worker.cell_rows import SCALED, packed_rows
-from worker.decode_buffers import DecodeBuffers
-from worker.decode_chain import DecodeChain
-from worker.decode_plan import DecodePlan, plan_decode
-from worker.decode_shape import DecodeShape
-from worker.decode_state import DecodeState, PendingTokens
-from worker.graphs import DecodeGraphs, Draw
+from worker.cuda.decode_buffers import DecodeBuffers
+from worker.cuda.decode_chain import DecodeChain
+from worker.cuda.decode_plan import DecodePlan, plan_decode
+from worker.cuda.decode_shape import DecodeShape
+from worker.cuda.decode_state import DecodeState, PendingTokens
+from worker.cuda.graphs import DecodeGraphs, Draw
 from worker.kv_pool import KvPool, bytes_per_cell
 
 READ_BYTES_PER_S = 4.38e12

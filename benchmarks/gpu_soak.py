@@ -28,14 +28,14 @@ from planner.planner import Planner
 from planner.request import FinishReason, Request, SamplingParams, Update
 from planner.step import Step
 from worker.attention_op import attention_of
-from worker.cuda_decode import CudaDecode
-from worker.cuda_executor import CudaExecutor
-from worker.cuda_memory import captured_prefills, warm_up
-from worker.cuda_prefill import PrefillChain
-from worker.cuda_swap import PinnedSwap
+from worker.cuda.decode import CudaDecode
+from worker.cuda.executor import CudaExecutor
+from worker.cuda.graphs import DecodeGraphs, Draw
+from worker.cuda.memory import captured_prefills, warm_up
+from worker.cuda.prefill import PrefillChain
+from worker.cuda.swap import PinnedSwap
 from worker.executor import Executor, ProgramInfo
 from worker.forwards import EagerForwards
-from worker.graphs import DecodeGraphs, Draw
 from worker.kernels import CellCopier
 from worker.kv_pool import KvPool, bytes_per_cell
 from worker.models.config import ModelConfig

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.record import record
-from cluster.bench_offline import OfflineBench
-from cluster.offline_engine import open_offline
+from cluster.bench.offline import OfflineBench
+from cluster.offline.engine import open_offline
 from worker.config import EngineConfig
 
 CONTEXT = 2048

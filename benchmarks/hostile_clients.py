@@ -42,7 +42,7 @@ from benchmarks.hostile_requests import (
 )
 from benchmarks.record import record
 from benchmarks.storm_service import GATEWAY, MODEL_NAME, WORKER, settings_of
-from cluster.front import Front
+from cluster.serving.front import Front
 from tests.asked_program import AskedProgram
 from tests.service_process import ROOT, ServiceProcess, tiny_checkpoint
 

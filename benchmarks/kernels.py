@@ -22,12 +22,12 @@ from benchmarks.record import record
 from planner.limits import SWAP_BLOCK_CELLS
 from planner.step import SwapIn, SwapOut
 from worker.attention import Span
-from worker.cuda_swap import PinnedSwap
-from worker.gpu_sampler import GpuSampler
+from worker.cuda.prefill_attention import attend
+from worker.cuda.prefill_plan import plan_prefill
+from worker.cuda.sampler import GpuSampler
+from worker.cuda.swap import PinnedSwap
+from worker.cuda.write_cells import rotate_and_write
 from worker.kernels import CellCopier
-from worker.prefill_attention import attend
-from worker.prefill_plan import plan_prefill
-from worker.write_cells import rotate_and_write
 
 DEVICE = torch.device("cuda")
 VOCAB_SIZE = 128_256

@@ -28,16 +28,16 @@ from benchmarks.against_handle_streams import HAPROXY, MODEL, throughput
 from benchmarks.record import record
 from benchmarks.served import served
 from benchmarks.stepping_executor import STEP_S
-from cluster.front import free_ports
-from cluster.gateway_meter import GatewayMeter
-from cluster.gateway_metrics import BETWEEN_TOKENS
 from cluster.headers import Terms
-from cluster.last_report import LastReport
-from cluster.metric import Sample, Source
-from cluster.ray_metrics import PERIOD_S as RAY_PERIOD_S
-from cluster.ray_metrics import RayMetrics
-from cluster.request_log import RequestLog
-from cluster.request_record import RequestRecord
+from cluster.routing.last_report import LastReport
+from cluster.serving.front import free_ports
+from cluster.telemetry.gateway_meter import GatewayMeter
+from cluster.telemetry.gateway_metrics import BETWEEN_TOKENS
+from cluster.telemetry.metric import Sample, Source
+from cluster.telemetry.ray_metrics import PERIOD_S as RAY_PERIOD_S
+from cluster.telemetry.ray_metrics import RayMetrics
+from cluster.telemetry.request_log import RequestLog
+from cluster.telemetry.request_record import RequestRecord
 from planner.limits import Snapshot
 from planner.metrics import Metrics
 from protos import worker_pb2 as pb

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.record import record
-from cluster.answer_maker import Service
+from cluster.answers.maker import Service
 from cluster.api_settings import ApiSettings
-from cluster.batch_api import Batches
-from cluster.batch_desk import BatchDesk
-from cluster.batch_runner import BatchRunner
-from cluster.http_api import create_app
+from cluster.batches.api import Batches
+from cluster.batches.desk import BatchDesk
+from cluster.batches.runner import BatchRunner
 from cluster.models import single
+from cluster.web.api import create_app
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports_of
 from tests.http_desk import MODEL, TEXT, says

@@ -31,8 +31,8 @@ from benchmarks.virtual_fleet import (
     shared_prefixes,
     worker_info,
 )
-from cluster.residents import MAX_INDEXED_BLOCKS, ResidentIndex
-from cluster.router import Router
+from cluster.routing.residents import MAX_INDEXED_BLOCKS, ResidentIndex
+from cluster.routing.router import Router
 from planner.blocks import BlockChanges, ResidentBlocks, block_hashes
 from planner.limits import Snapshot
 from planner.request import Request

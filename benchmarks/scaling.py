@@ -24,9 +24,9 @@ from benchmarks.record import record
 from benchmarks.stepping_executor import SLOW_STEP_S
 from benchmarks.timed_gateway import RouterTimes, timed_gateway
 from benchmarks.worker_watch import watched
-from cluster.bench_online import Server, run_load
-from cluster.bench_workloads import Prompt
-from cluster.sse_client import Target
+from cluster.bench.online import Server, run_load
+from cluster.bench.sse_client import Target
+from cluster.bench.workloads import Prompt
 from tests.service_process import ServiceProcess
 
 MODEL, MODEL_NAME = "smollm2-135m", "scaled"

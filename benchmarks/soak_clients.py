@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from benchmarks.storm_answers import Answer, Ask, Road
-from cluster.sse_client import HttpError, Target, post_events
+from cluster.bench.sse_client import HttpError, Target, post_events
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 

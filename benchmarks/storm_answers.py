@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from cluster.sse_client import HttpError, Target, post_events
+from cluster.bench.sse_client import HttpError, Target, post_events
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 

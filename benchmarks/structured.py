@@ -30,9 +30,9 @@ import jsonschema
 import numpy as np
 
 from benchmarks.record import record
+from cluster.answers.structured import check_form, json_form
 from cluster.checkpoints import resolve
-from cluster.structured import check_form, json_form
-from cluster.text import TextModel, load_text
+from cluster.language.text import TextModel, load_text
 from planner.errors import GrammarFailed
 from planner.planner import Planner
 from planner.request import FinishReason, Request, SamplingParams, Update

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from benchmarks.bare_gateway import bare_gateway
-from cluster.router import Router
+from cluster.routing.router import Router
 from planner.blocks import BlockChanges
 from planner.limits import Snapshot
 from planner.request import Request

@@ -27,10 +27,10 @@ from benchmarks.metrics_overhead import MARK, service_processor_s
 from benchmarks.record import record
 from benchmarks.served import served
 from benchmarks.stepping_executor import STEP_S
-from cluster.bench_online import Server, run_load
-from cluster.bench_workloads import Prompt
-from cluster.front import free_ports
-from cluster.sse_client import Target
+from cluster.bench.online import Server, run_load
+from cluster.bench.sse_client import Target
+from cluster.bench.workloads import Prompt
+from cluster.serving.front import free_ports
 from tests.otlp_collector import grpc_collector
 
 BAR: Final = 0.05

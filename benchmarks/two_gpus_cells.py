@@ -24,7 +24,7 @@ from ray.experimental.collective import create_collective_group
 from benchmarks.cell_worker import CellWorker, ForTokens, IntoCells, Target
 from benchmarks.random_model import MODELS, write_model
 from benchmarks.two_gpus_plan import Note, Plan
-from cluster.front import free_ports
+from cluster.serving.front import free_ports
 from planner.request import CellArray
 from worker.config import EngineConfig
 

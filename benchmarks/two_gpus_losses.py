@@ -27,10 +27,10 @@ from benchmarks.random_model import MODELS, write_model
 from benchmarks.two_gpus_plan import NUM_WORKERS, PATIENCE_S, Note, Plan
 from benchmarks.two_gpus_service import KINDS, server_of, settings_of
 from benchmarks.worker_watch import Watch, WatchedWorker, watched
-from cluster import workload
-from cluster.bench_online import PATH, Server
-from cluster.bench_workloads import Prompt
-from cluster.sse_client import HttpError, post_events
+from cluster.bench import workload
+from cluster.bench.online import PATH, Server
+from cluster.bench.sse_client import HttpError, post_events
+from cluster.bench.workloads import Prompt
 from tests.service_process import ServiceProcess
 
 STALL_TIMEOUT_S = 5.0

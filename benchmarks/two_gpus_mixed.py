@@ -20,9 +20,9 @@ from benchmarks.configured_service import configured_service
 from benchmarks.random_model import MODELS, write_model
 from benchmarks.two_gpus_plan import NUM_WORKERS, Note, Plan
 from benchmarks.two_gpus_service import ProcessorUse, gpus_of_workers, server_of, settings_of
-from cluster import workload
-from cluster.bench_workloads import Prompt
-from cluster.latency import LoadResult
+from cluster.bench import workload
+from cluster.bench.latency import LoadResult
+from cluster.bench.workloads import Prompt
 from tests.service_process import ServiceProcess
 
 WARM_UP_TOKENS = 8

@@ -20,11 +20,11 @@ from benchmarks.two_gpus_mixed import load_figures
 from benchmarks.two_gpus_plan import MODEL_NAME, NUM_WORKERS, PATIENCE_S, Note, Plan
 from benchmarks.two_gpus_service import KINDS, settings_of
 from benchmarks.worker_watch import watched
-from cluster import workload
-from cluster.bench_online import Server
-from cluster.bench_workloads import Prompt, arrivals, shared_prefix
-from cluster.router import Router
-from cluster.sse_client import Target
+from cluster.bench import workload
+from cluster.bench.online import Server
+from cluster.bench.sse_client import Target
+from cluster.bench.workloads import Prompt, arrivals, shared_prefix
+from cluster.routing.router import Router
 from planner.request import Request
 from tests.service_process import ServiceProcess
 

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 
 from benchmarks.two_gpus_plan import MODEL_NAME, NUM_WORKERS, Plan
-from cluster.bench_online import Server
-from cluster.sse_client import Target
+from cluster.bench.online import Server
+from cluster.bench.sse_client import Target
 from tests.service_process import ServiceProcess
 
 KINDS = {

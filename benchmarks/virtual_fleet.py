@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cluster.router import Router, WorkerInfo
+from cluster.routing.router import Router, WorkerInfo
 from planner.limits import Limits
 from planner.planner import Planner
 from planner.request import Request, Update

@@ -10,14 +10,14 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from cluster.access.shared_secret import cluster_secret
 from cluster.config import ServiceConfig, decide_device, service_config
 from cluster.gateway import Gateway
-from cluster.membership_router import MembershipRouter
-from cluster.otlp_settings import with_otlp_of
-from cluster.scaling_policy import LoadPolicy
-from cluster.session_keeper import KeeperSettings, SessionKeeper
-from cluster.session_owner import session_limits
-from cluster.shared_secret import cluster_secret
+from cluster.routing.membership_router import MembershipRouter
+from cluster.serving.scaling_policy import LoadPolicy
+from cluster.sessions.keeper import KeeperSettings, SessionKeeper
+from cluster.sessions.owner import session_limits
+from cluster.telemetry.otlp_settings import with_otlp_of
 from cluster.worker import Worker
 
 MAX_ONGOING_REQUESTS = 100_000

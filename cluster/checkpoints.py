@@ -1,7 +1,7 @@
 """From the name that a person types to the files of a checkpoint on this machine. Free of torch.
 
-Not for reading checkpoints: what is inside a file is for `worker.models` (weights) and `cluster.text` (tokenizer).
-Every process calls `resolve` for itself, on its own node; a lock and an atomic rename make that safe.
+Not for reading checkpoints: what is inside a file is for `worker.models` (weights) and `cluster.language.text`
+(tokenizer). Every process calls `resolve` for itself, on its own node; a lock and an atomic rename make that safe.
 """
 
 from __future__ import annotations

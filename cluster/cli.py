@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 COMMANDS = {
-    "serve": ("cluster.serve_command", "serve a model over HTTP, on many workers"),
-    "run": ("cluster.run_command", "run prompts from a file through an engine in this process"),
-    "bench": ("cluster.bench_command", "measure an engine or a server"),
-    "export": ("cluster.export_command", "make a program of a model: compiled once, started anywhere alike"),
-    "inspect": ("cluster.inspect_command", "say what is in a program"),
-    "top": ("cluster.top_command", "watch the fleet of a running service"),
-    "explain": ("cluster.explain_command", "say why the steps of a recorded step log were as they were"),
-    "keys": ("cluster.keys_command", "make an API key and its entry for a file of keys"),
-    "certs": ("cluster.certs_command", "make the certificates of data plane and front"),
-    "doctor": ("cluster.doctor_command", "check this machine, or every node of RAY_ADDRESS's cluster"),
+    "serve": ("cluster.commands.serve", "serve a model over HTTP, on many workers"),
+    "run": ("cluster.commands.run", "run prompts from a file through an engine in this process"),
+    "bench": ("cluster.commands.bench", "measure an engine or a server"),
+    "export": ("cluster.commands.export", "make a program of a model: compiled once, started anywhere alike"),
+    "inspect": ("cluster.commands.inspect", "say what is in a program"),
+    "top": ("cluster.commands.top", "watch the fleet of a running service"),
+    "explain": ("cluster.commands.explain", "say why the steps of a recorded step log were as they were"),
+    "keys": ("cluster.commands.keys", "make an API key and its entry for a file of keys"),
+    "certs": ("cluster.commands.certs", "make the certificates of data plane and front"),
+    "doctor": ("cluster.commands.doctor", "check this machine, or every node of RAY_ADDRESS's cluster"),
 }
 EXIT_CODE_OF_SETUP_ERRORS = 2
 EXIT_CODE_OF_CTRL_C = 130
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(tokens: list[str]) -> int:
-    from cluster.settings_sources import merged_tokens
+    from cluster.commands.settings_sources import merged_tokens
     from planner.errors import RaycombError
 
     try:
@@ -81,7 +81,7 @@ def make_parser(tokens: Sequence[str]) -> Parser:
 
 def serve_parser() -> argparse.ArgumentParser:
     """The parser of `raycomb serve` alone, with all its settings."""
-    from cluster.serve_command import add_arguments
+    from cluster.commands.serve import add_arguments
 
     parser = Parser(prog="raycomb serve", allow_abbrev=False)
     add_arguments(parser)

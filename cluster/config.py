@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from cluster.adapters.settings import check_lora_settings
 from cluster.api_settings import ApiSettings
-from cluster.lora_settings import check_lora_settings
 from cluster.model_settings import BUILD_EXECUTOR, ModelSettings, first_and_others
-from cluster.scaling import ScalingSettings
+from cluster.serving.scaling import ScalingSettings
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
 from worker.executor import Executor
@@ -39,18 +39,20 @@ class ServiceConfig(BaseModel):
     * `executor` is the import path of what makes an executor from an `EngineConfig` and the source of a vocabulary.
     * `data_plane_host` is the address that workers bind and gateways reach; None: the node's own, as Ray knows it.
     * `data_plane_tls` is a folder on every node with the files of `raycomb certs`; None: the data plane is plaintext.
-    * `secret` authenticates gateways to workers; when it is not given, the Ray cluster's (`cluster.shared_secret`).
+    * `secret` authenticates gateways to workers; when it is not given, the Ray cluster's
+      (`cluster.access.shared_secret`).
     * `worker_cpus`, `gateway_cpus` are what Ray reserves for one replica; a worker on CUDA also reserves one GPU.
     * `drain_timeout_s` is how long a worker or gateway that is to end waits for what runs on it.
     * `step_log` is a folder where each worker records its planner's steps, with the token ids of prompts.
     * `log_requests`: whether `raycomb serve` has a line logged of each request; under `serve deploy` Serve's own
       `logging_config` says so.
-    * `otlp_endpoint`, `otlp_protocol`: where spans of requests go (`cluster.otlp_settings`); None: there are none.
+    * `otlp_endpoint`, `otlp_protocol`: where spans of requests go (`cluster.telemetry.otlp_settings`); None: there are
+      none.
     * `lora_modules`: folders of adapters that every worker loads at its start, by the name that clients use.
     * `lora_folder`: below it lie the adapters that an admin may have loaded at run time; None: none may be.
     * `others`: models beside that of `engine`, each with workers of its own behind the same gateways. Instead of both,
       `models` may list all of them (`cluster.model_settings`).
-    * `failover_timeout_s`, `max_failovers`, `stall_timeout_s`: see `cluster.failover.FailoverLimits`.
+    * `failover_timeout_s`, `max_failovers`, `stall_timeout_s`: see `cluster.routing.failover.FailoverLimits`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

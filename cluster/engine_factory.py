@@ -8,8 +8,8 @@ from pathlib import Path
 from opentelemetry.trace import Tracer
 
 from cluster.config import load_executor_factory
+from cluster.language.text import load_text
 from cluster.model_settings import BUILD_EXECUTOR
-from cluster.text import load_text
 from planner.limits import Limits
 from worker.config import EngineConfig
 from worker.engine import Engine

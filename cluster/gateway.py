@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from cluster.activity import Activity, activity
-from cluster.batch_api import Batches
-from cluster.batch_desk import BatchDesk
-from cluster.batch_runner import BatchRunner
+from cluster.batches.api import Batches
+from cluster.batches.desk import BatchDesk
+from cluster.batches.runner import BatchRunner
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
 from cluster.gateway_model import GatewayModel
-from cluster.grpc_api import GrpcApi
-from cluster.grpc_health import Health
-from cluster.grpc_methods import GrpcMethods
-from cluster.http_api import create_app
 from cluster.keeper_link import KeeperLink
-from cluster.listing import follow_listing
+from cluster.language.text import TextModel, load_text
 from cluster.models import Models
-from cluster.ray_metrics import RayMetrics
-from cluster.request_log import request_log_beside
-from cluster.router import Predictions
-from cluster.session_owner import ScopedOwner
-from cluster.text import TextModel, load_text
+from cluster.routing.router import Predictions
+from cluster.rpc.api import GrpcApi
+from cluster.rpc.health import Health
+from cluster.rpc.methods import GrpcMethods
+from cluster.serving.listing import follow_listing
+from cluster.sessions.owner import ScopedOwner
+from cluster.telemetry.activity import Activity, activity
+from cluster.telemetry.ray_metrics import RayMetrics
+from cluster.telemetry.request_log import request_log_beside
+from cluster.web.api import create_app
 from worker.tls import channel_credentials
 from worker.tracing import open_tracing
 

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 from opentelemetry.trace import Tracer
 
-from cluster.adapter_catalogue import AdapterCatalogue
-from cluster.adapter_desk import AdapterDesk
-from cluster.adapter_store import KvAdapterStore
-from cluster.adapter_sync import sync_workers
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.adapters.catalogue import AdapterCatalogue
+from cluster.adapters.desk import AdapterDesk
+from cluster.adapters.store import KvAdapterStore
+from cluster.adapters.sync import sync_workers
+from cluster.answers.maker import AnswerMaker, Service
 from cluster.config import ServiceConfig
-from cluster.failover import FailoverLimits
-from cluster.gateway_meter import GatewayMeter
-from cluster.gateway_metrics import gateway_samples
-from cluster.membership import Member, Members, board_key, follow_members
-from cluster.metric import Source
-from cluster.request_log import Tell
-from cluster.roll_call import RollCaller
-from cluster.router import Router
-from cluster.service_metrics import gateway_labels
-from cluster.session_owner import SessionOwner
-from cluster.streams import Streams
-from cluster.text import TextModel
+from cluster.language.text import TextModel
+from cluster.routing.failover import FailoverLimits
+from cluster.routing.membership import Member, Members, board_key, follow_members
+from cluster.routing.router import Router
+from cluster.routing.streams import Streams
+from cluster.sessions.owner import SessionOwner
+from cluster.telemetry.gateway_meter import GatewayMeter
+from cluster.telemetry.gateway_metrics import gateway_samples
+from cluster.telemetry.metric import Source
+from cluster.telemetry.request_log import Tell
+from cluster.telemetry.roll_call import RollCaller
+from cluster.telemetry.service_metrics import gateway_labels
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from cluster.request_record import RequestRecord
+from cluster.telemetry.request_record import RequestRecord
 from planner.errors import InvalidRequest
 from planner.request import MAX_TENANT
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.scaling import ScalingSettings
+from cluster.serving.scaling import ScalingSettings
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
 

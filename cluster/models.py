@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.answers.maker import AnswerMaker, Service
 from planner.errors import UnknownModel, UnknownSession
 
 

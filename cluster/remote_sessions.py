@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from cluster.session_wire import begun_from_proto, session_from_proto
-from cluster.sessions import Begun, SessionView
+from cluster.sessions.histories import Begun, SessionView
 from planner.errors import RequestRefused, Unavailable
 from protos import sessions_pb2 as pb
 from protos import sessions_pb2_grpc
@@ -25,7 +25,7 @@ OPTIONS: Final = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a 
 
 
 class RemoteOwner:
-    """A `cluster.session_owner.SessionOwner`. Owner: a gateway, on its event loop."""
+    """A `cluster.sessions.owner.SessionOwner`. Owner: a gateway, on its event loop."""
 
     def __init__(
         self, secret: str, credentials: grpc.ChannelCredentials | None = None, patience_s: float = ANSWER_WITHIN_S

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from cluster.session_wire import begun_to_proto, session_to_proto
-from cluster.sessions import Sessions
+from cluster.sessions.histories import Sessions
 from planner.errors import InvalidRequest, RequestRefused
 from protos import sessions_pb2 as pb
 from protos import sessions_pb2_grpc

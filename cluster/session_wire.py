@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-from cluster.sessions import Begun, SessionState, SessionView
+from cluster.sessions.histories import Begun, SessionState, SessionView
 from protos import sessions_pb2 as pb
 
 _STATES: Final = {

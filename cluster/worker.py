@@ -15,19 +15,19 @@ from typing import Final
 
 from ray import serve
 
-from cluster.adapter_catalogue import AdapterCatalogue
-from cluster.adapter_keeper import AdapterKeeper
-from cluster.adapter_store import KvAdapterStore
+from cluster.adapters.catalogue import AdapterCatalogue
+from cluster.adapters.keeper import AdapterKeeper
+from cluster.adapters.store import KvAdapterStore
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
-from cluster.debug_views import View, worker_view
 from cluster.engine_factory import make_engine
-from cluster.metric import Source
 from cluster.node_address import node_address
-from cluster.ray_metrics import RayMetrics
-from cluster.scaling import load_report
-from cluster.service_metrics import worker_labels
-from cluster.worker_metrics import worker_samples
+from cluster.serving.scaling import load_report
+from cluster.telemetry.metric import Source
+from cluster.telemetry.ray_metrics import RayMetrics
+from cluster.telemetry.service_metrics import worker_labels
+from cluster.telemetry.worker_metrics import worker_samples
+from cluster.web.debug_views import View, worker_view
 from planner.limits import Snapshot
 from worker.engine import EngineState
 from worker.serving import DataPlaneServer
@@ -101,7 +101,7 @@ class Worker:
         return {} if self._adapters is None else await self._adapters.sync()
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """What gateways learn of this replica from Serve, once; see `cluster.membership_router`."""
+        """What gateways learn of this replica from Serve, once; see `cluster.routing.membership_router`."""
         return {"worker_id": self.worker_id, "address": self.address, "program": self._config.program}
 
     async def check_health(self) -> None:
@@ -115,7 +115,7 @@ class Worker:
         return self._server.engine_quiet_s >= self._config.stall_timeout_s
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `cluster.scaling_policy` decides by; Serve asks now and then."""
+        """What `cluster.serving.scaling_policy` decides by; Serve asks now and then."""
         return load_report(self._engine.snapshot, self._config.engine.max_num_seqs)
 
     async def num_live(self) -> int:

@@ -1,6 +1,6 @@
 """What POST /v1/responses accepts: the stateless core of OpenAI's Responses API.
 
-Not what is done with it: `cluster.responses` says the same as a conversation.
+Not what is done with it: `cluster.web.responses` says the same as a conversation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a client says what form an answer must have: OpenAI's `response_format`, and vLLM's guided fields.
 
-Not what a form means: `cluster.structured` makes grammars of them.
+Not what a form means: `cluster.answers.structured` makes grammars of them.
 """
 
 from __future__ import annotations

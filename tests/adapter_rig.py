@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping
 
-from cluster.adapter_catalogue import AdapterCatalogue
-from cluster.adapter_desk import AdapterDesk
+from cluster.adapters.catalogue import AdapterCatalogue
+from cluster.adapters.desk import AdapterDesk
 from planner.errors import Unavailable
 from planner.request import Adapter
 from tests.fake_fleet import FakeFleet

@@ -21,8 +21,8 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.front import free_ports
-from cluster.grpc_front import SERVICER_FUNCTION
+from cluster.rpc.front import SERVICER_FUNCTION
+from cluster.serving.front import free_ports
 from planner.request import Request, SamplingParams
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc

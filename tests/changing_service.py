@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from cluster.front import Front, front_environment
+from cluster.serving.front import Front, front_environment
 
 NUM_STREAMS = 50
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from cluster.failover import FailoverLimits
-from cluster.membership import Member
-from cluster.router import Router
-from cluster.streams import Streams
+from cluster.routing.failover import FailoverLimits
+from cluster.routing.membership import Member
+from cluster.routing.router import Router
+from cluster.routing.streams import Streams
 from tests.data_plane import SECRET
 from tests.fakes import FakeExecutor, fake_limits
 from tests.scripted_worker import until

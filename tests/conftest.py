@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from benchmarks.configured_service import configured_service
 from benchmarks.storm_service import StormedService, settings_of
-from cluster.certificates import make_certificates
+from cluster.access.certificates import make_certificates
 from cluster.checkpoints import resolve
 from tests.one_service_in_one_process import OneServiceInOneProcess
 from tests.otlp_collector import Collector, grpc_collector

@@ -21,13 +21,14 @@ from tests.decode_reference import random_weights
 from worker.attention import TorchAttention
 from worker.cell_image import CellLayout
 from worker.cell_rows import SCALED, packed_rows, unpacked_rows
-from worker.cuda_decode import Capture, CudaDecode, Steps
-from worker.cuda_executor import CudaExecutor
-from worker.cuda_prefill import PrefillChain
-from worker.decode_shape import decode_shape
+from worker.cuda.decode import Capture, CudaDecode, Steps
+from worker.cuda.decode_shape import decode_shape
+from worker.cuda.executor import CudaExecutor
+from worker.cuda.graphs import DecodeGraphs, Draw, LaunchedSteps
+from worker.cuda.prefill import PrefillChain
+from worker.cuda.prefill_graphs import PrefillGraphs
 from worker.executor import Executor, ProgramInfo
 from worker.forwards import EagerForwards
-from worker.graphs import DecodeGraphs, Draw, LaunchedSteps
 from worker.kv_pool import KvPool, bytes_per_cell
 from worker.masks import MaskMaker
 from worker.models.config import ModelConfig
@@ -36,7 +37,6 @@ from worker.models.rope import Rope
 from worker.models.rope_tables import rope_tables
 from worker.pool_growth import PoolGrowth
 from worker.pool_port import PoolPort, TorchMover
-from worker.prefill_graphs import PrefillGraphs
 from worker.swap import HostSwap, SwapSpace
 from worker.torch_executor import TorchExecutor
 
@@ -170,7 +170,7 @@ def cuda_executor(
 def pool_port(pool: KvPool, layout: CellLayout, growth: PoolGrowth) -> PoolPort:
     if INTERPRETED:
         return PoolPort(TorchMover(pool), layout, growth.make_room)
-    from worker.cuda_mover import CudaMover
+    from worker.cuda.mover import CudaMover
 
     return PoolPort(CudaMover(pool), layout, growth.make_room)
 
@@ -180,7 +180,7 @@ def rebind(pool: KvPool, decode: CudaDecode, swap: SwapSpace | None, captured: P
     if captured is not None:
         captured.rebind()
     if not (swap is None or isinstance(swap, HostSwap)):
-        from worker.cuda_swap import PinnedSwap
+        from worker.cuda.swap import PinnedSwap
         from worker.kernels import CellCopier
 
         assert isinstance(swap, PinnedSwap)
@@ -192,7 +192,7 @@ def swap_space(info: ProgramInfo, pool: KvPool) -> SwapSpace | None:
         return None
     if INTERPRETED:
         return HostSwap(pool, info.swap_blocks, info.swap_block_cells)
-    from worker.cuda_swap import PinnedSwap
+    from worker.cuda.swap import PinnedSwap
     from worker.kernels import CellCopier
 
     copier = CellCopier([*pool.keys, *pool.values])

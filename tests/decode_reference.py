@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from worker.decode_shape import DecodeShape
+from worker.cuda.decode_shape import DecodeShape
 from worker.models.weights import DecoderWeights, LayerWeights
 
 

@@ -11,11 +11,11 @@ import torch
 from planner.request import SamplingParams
 from tests.decode_reference import History, in_float32, random_weights, reference_step, rotary_tables
 from worker.cell_rows import SCALED, packed_rows, unpacked_rows
-from worker.decode_buffers import DecodeBuffers
-from worker.decode_chain import DecodeChain
-from worker.decode_plan import DecodePlan
-from worker.decode_shape import DecodeShape
-from worker.decode_state import DecodeState, SlotEntry
+from worker.cuda.decode_buffers import DecodeBuffers
+from worker.cuda.decode_chain import DecodeChain
+from worker.cuda.decode_plan import DecodePlan
+from worker.cuda.decode_shape import DecodeShape
+from worker.cuda.decode_state import DecodeState, SlotEntry
 from worker.kv_pool import KvPool
 
 GREEDY = SamplingParams(temperature=0.0)

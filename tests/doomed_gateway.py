@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from cluster.generation import RemoteGeneration
-from cluster.membership import Member
-from cluster.router import Router
-from cluster.streams import Streams
+from cluster.routing.generation import RemoteGeneration
+from cluster.routing.membership import Member
+from cluster.routing.router import Router
+from cluster.routing.streams import Streams
 from tests.fakes import fake_request
 
 FOREVER = 900

@@ -1,4 +1,4 @@
-"""A scriptable fleet without workers: the fake of `cluster.fleet` that the HTTP tests put below the endpoints.
+"""A scriptable fleet without workers: the fake of `cluster.routing.fleet` that the HTTP tests put below the endpoints.
 
 What a sequence says is scripted by `script(request, index) -> token ids`; it is cut to the request's budget and ends
 with `stop` where a stop token comes. One token a live sequence goes out at each step, and steps wait for `gate`.
@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from cluster.fleet import ServedModel, WorkerReport
-from cluster.router import Predictions
+from cluster.routing.fleet import ServedModel, WorkerReport
+from cluster.routing.router import Predictions
 from planner.errors import RequestFailed, RequestRefused
 from planner.request import Adapter, FinishReason, Pooling, Request, TokenLogprobs, Update
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.fleet import WorkerReport
-from cluster.router import WorkerInfo
+from cluster.routing.fleet import WorkerReport
+from cluster.routing.router import WorkerInfo
 from planner.limits import Snapshot
 from planner.request import FinishReason
 from worker.distribution import Histogram

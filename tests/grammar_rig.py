@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.structured import json_form
+from cluster.answers.structured import json_form
 from tests.tiny_text import tiny_text
 from worker.grammars import Grammars
 from worker.masks import BitMask, ConstrainedRow

@@ -15,16 +15,16 @@ import pytest
 from grpc_health.v1 import health_pb2_grpc
 from opentelemetry.trace import NoOpTracer, Tracer
 
-from cluster.answer_maker import Service
+from cluster.answers.maker import Service
 from cluster.api_settings import ApiSettings
-from cluster.grpc_api import GrpcApi
-from cluster.grpc_front import add_services
-from cluster.grpc_health import Health
-from cluster.grpc_methods import GrpcMethods
+from cluster.language.text import TextModel
 from cluster.models import Models, single
-from cluster.request_log import Tell
-from cluster.session_owner import SessionOwner
-from cluster.text import TextModel
+from cluster.rpc.api import GrpcApi
+from cluster.rpc.front import add_services
+from cluster.rpc.health import Health
+from cluster.rpc.methods import GrpcMethods
+from cluster.sessions.owner import SessionOwner
+from cluster.telemetry.request_log import Tell
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tests.fake_fleet import FakeFleet

@@ -12,15 +12,15 @@ from typing import Any
 import httpx
 from opentelemetry.trace import NoOpTracer, Tracer
 
-from cluster.adapter_desk import AdapterDesk
-from cluster.answer_maker import Service
+from cluster.adapters.desk import AdapterDesk
+from cluster.answers.maker import Service
 from cluster.api_settings import ApiSettings
-from cluster.fleet import ServedModel
-from cluster.http_api import create_app
+from cluster.language.text import TextModel
 from cluster.models import single
-from cluster.request_log import Tell
-from cluster.session_owner import SessionOwner
-from cluster.text import TextModel
+from cluster.routing.fleet import ServedModel
+from cluster.sessions.owner import SessionOwner
+from cluster.telemetry.request_log import Tell
+from cluster.web.api import create_app
 from planner.request import Request
 from tests.fake_fleet import FakeFleet
 from tests.tiny_text import EOS, tiny_text

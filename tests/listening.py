@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from cluster.front import free_ports
+from cluster.serving.front import free_ports
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from cluster.front import free_ports
+from cluster.serving.front import free_ports
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")

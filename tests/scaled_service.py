@@ -22,7 +22,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.front import free_ports
+from cluster.serving.front import free_ports
 from tests.service_process import tiny_checkpoint
 from tests.sse_events import events_of
 

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import grpc
 import numpy as np
 
-from cluster.failover import FailoverLimits
-from cluster.gateway_meter import GatewayMeter
-from cluster.membership import Member
-from cluster.router import Router
-from cluster.streams import Streams
+from cluster.routing.failover import FailoverLimits
+from cluster.routing.membership import Member
+from cluster.routing.router import Router
+from cluster.routing.streams import Streams
+from cluster.telemetry.gateway_meter import GatewayMeter
 from planner.errors import RequestRefused
 from planner.request import FinishReason, Request, Update
 from protos import worker_pb2 as pb

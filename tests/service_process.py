@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.front import free_ports
+from cluster.serving.front import free_ports
 from tests.tiny_text import EOS, SPECIALS, TEMPLATE, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -28,8 +28,10 @@ class ServiceState:
         self._program = program
 
     def ask(self) -> dict[str, list[dict[str, Any]]]:
-        """`gateways`: a `cluster.activity.Activity` each, and `predictions`: a `cluster.router.Predictions` each.
-        `workers`: a `planner.limits.Snapshot` each. `agents`: where Ray's agent of each node exports metrics."""
+        """`gateways`: a `cluster.telemetry.activity.Activity` each, and `predictions`: a
+        `cluster.routing.router.Predictions` each. `workers`: a `planner.limits.Snapshot` each. `agents`: where Ray's
+        agent of each node exports metrics.
+        """
         return self._program.ask()
 
     def wait_until_idle(self, timeout_s: float) -> dict[str, list[dict[str, Any]]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from cluster.sse_client import EventLines
+from cluster.bench.sse_client import EventLines
 
 
 async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

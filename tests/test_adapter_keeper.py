@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.adapter_catalogue import AdapterCatalogue, confined
-from cluster.adapter_keeper import AdapterKeeper
+from cluster.adapters.catalogue import AdapterCatalogue, confined
+from cluster.adapters.keeper import AdapterKeeper
 from planner.errors import InvalidAdapter, InvalidRequest, Unavailable, UnknownModel
 from planner.request import Adapter
 from tests.adapter_rig import MemoryStore

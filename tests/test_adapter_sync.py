@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from cluster.adapter_sync import sync_workers
+from cluster.adapters.sync import sync_workers
 from planner.errors import Unavailable
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.against_vllm import BATCH_SIZES, compared, loads_s
-from cluster import workload
-from cluster.workload import Item
+from cluster.bench import workload
+from cluster.bench.workload import Item
 
 OURS = {
     "decode1_ms": 2.0, "decode8_ms": 4.0, "mixed256_tok_s": 300.0, "prefill_tok_s": 50.0, "startup_s": 7.0,

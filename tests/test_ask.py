@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from cluster.ask import is_ready
-from cluster.front import free_ports
+from cluster.commands.ask import is_ready
+from cluster.serving.front import free_ports
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from worker.attention import Span, TorchAttention
 from worker.attention_op import OperatorAttention, attention_of, distinct_windows, plan_attention
-from worker.cpu_plan import unpack
+from worker.cpu.plan import unpack
 from worker.kv_pool import KvPool
 from worker.models.decoder import Attention
 

@@ -12,16 +12,16 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.answer_maker import Service
+from cluster.answers.maker import Service
 from cluster.api_settings import ApiSettings
-from cluster.batch_api import Batches
-from cluster.batch_desk import BatchDesk
-from cluster.batch_line import LOWEST_PRIORITY
-from cluster.batch_runner import BatchRunner
-from cluster.fleet import WorkerReport
-from cluster.http_api import create_app
-from cluster.idle_room import num_allowed
+from cluster.batches.api import Batches
+from cluster.batches.desk import BatchDesk
+from cluster.batches.line import LOWEST_PRIORITY
+from cluster.batches.runner import BatchRunner
 from cluster.models import single
+from cluster.routing.fleet import WorkerReport
+from cluster.routing.idle_room import num_allowed
+from cluster.web.api import create_app
 from planner.errors import ForwardFailed, QueueFull
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.beam import Beam, BeamSearch
+from cluster.answers.beam import Beam, BeamSearch
 from planner.errors import ForwardFailed
 from planner.request import Adapter, FinishReason, Request, TokenLogprobs, Update
 from tests.grammar_rig import TEXT

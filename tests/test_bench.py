@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import bench_online, workload
-from cluster.bench_online import Server, run_load
-from cluster.bench_workloads import Prompt, arrivals
-from cluster.latency import LoadResult, RequestRecord, Spread, result_block
-from cluster.sse_client import ChunkedBody, EventLines, Target
+from cluster.bench import online as bench_online
+from cluster.bench import workload
+from cluster.bench.latency import LoadResult, RequestRecord, Spread, result_block
+from cluster.bench.online import Server, run_load
+from cluster.bench.sse_client import ChunkedBody, EventLines, Target
+from cluster.bench.workloads import Prompt, arrivals
 from planner.errors import InvalidConfiguration
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

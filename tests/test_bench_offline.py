@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import stepping_executor
-from cluster import bench_command, workload
-from cluster.bench_offline import OfflineBench
-from cluster.engine_flags import engine_config
-from cluster.offline_engine import OfflineEngine, running
+from cluster.bench import workload
+from cluster.bench.offline import OfflineBench
+from cluster.commands import bench as bench_command
+from cluster.commands.engine_flags import engine_config
+from cluster.offline.engine import OfflineEngine, running
 from planner.errors import ForwardFailed, InvalidConfiguration, NeverFits
 from planner.request import SamplingParams, Update
 from tests.fakes import FakeExecutor, fake_info, fake_limits, fake_request

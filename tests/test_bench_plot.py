@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.bench_plot import check_plot, draw, most_open_per_bin, time_bins, tokens_per_bin
+from cluster.bench.latency import LoadResult, RequestRecord
+from cluster.bench.plot import check_plot, draw, most_open_per_bin, time_bins, tokens_per_bin
 from cluster.cli import main
-from cluster.latency import LoadResult, RequestRecord
 from planner.errors import InvalidConfiguration
 
 

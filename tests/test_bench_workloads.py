@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import bench_online
-from cluster.bench_workloads import LONGEST, OnlineWorkload, arrivals, chat, parse_slo, read_trace, shared_prefix
-from cluster.latency import LoadResult, RequestRecord, result_block
+from cluster.bench import online as bench_online
+from cluster.bench.latency import LoadResult, RequestRecord, result_block
+from cluster.bench.workloads import LONGEST, OnlineWorkload, arrivals, chat, parse_slo, read_trace, shared_prefix
 from planner.errors import InvalidConfiguration
 
 

@@ -15,8 +15,8 @@ from planner.slices import Method, Slice
 from tests.test_block_matrices import random_tiles
 from tests.torch_rig import chunk
 from worker.batch import Batch, cut
-from worker.cpu_block_forwards import BlockForwards, has_block_pass
-from worker.cpu_forwards import CpuForwards, forwards_of
+from worker.cpu.block_forwards import BlockForwards, has_block_pass
+from worker.cpu.forwards import CpuForwards, forwards_of
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.models.block_matrix import BlockMatrix

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.cancel_watch import CancelWatch
+from cluster.routing.cancel_watch import CancelWatch
 from worker.distribution import Histogram
 
 

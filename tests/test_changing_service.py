@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.front import Front
+from cluster.serving.front import Front
 from tests.changing_service import NUM_STREAMS
 from tests.service_process import ROOT
 

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from cluster.chat_template import ChatTemplate
+from cluster.language.chat_template import ChatTemplate
 from planner.errors import InvalidCheckpoint, InvalidRequest
 
 USER = {"role": "user", "content": "hi"}

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.choice import Choice, Echo, Ending, Piece, TextRules
+from cluster.answers.choice import Choice, Echo, Ending, Piece, TextRules
 from planner.request import FinishReason, TokenLogprobs, Update
 from tests.tiny_text import EOS, tiny_text
 

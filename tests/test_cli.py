@@ -15,13 +15,13 @@ import yaml
 
 from cluster.checkpoints import BUILT_IN_MODELS
 from cluster.cli import main, serve_parser
+from cluster.commands.deploy_errors import setup_error_in, start_ray
+from cluster.commands.engine_flags import engine_config
+from cluster.commands.serve import make_plan
+from cluster.commands.settings_sources import merged_tokens
+from cluster.commands.stop_signals import StopSignals
 from cluster.config import ServiceConfig, decide_device, load_executor_factory, service_config
-from cluster.deploy_errors import setup_error_in, start_ray
-from cluster.engine_flags import engine_config
-from cluster.front import COMMON_SETTINGS, Front, check_port, choose_front, free_ports, front_environment
-from cluster.serve_command import make_plan
-from cluster.settings_sources import merged_tokens
-from cluster.stop_signals import StopSignals
+from cluster.serving.front import COMMON_SETTINGS, Front, check_port, choose_front, free_ports, front_environment
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, SetupError
 from tests.service_process import tiny_checkpoint
 

@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from cluster.run import continuation
+from cluster.routing.run import continuation
 from planner.errors import GrammarFailed
 from planner.request import FinishReason, Request, SamplingParams, Update
 from tests.grammar_rig import EOS, TEXT, schema_grammar

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from planner.slices import Method, Slice
 from tests.torch_rig import chunk
 from worker.batch import Batch, cut
-from worker.cpu_forwards import CpuForwards
-from worker.cpu_linear import MOST_ROWS, SmallLinear, compile_small_linear, run
+from worker.cpu.forwards import CpuForwards
+from worker.cpu.linear import MOST_ROWS, SmallLinear, compile_small_linear, run
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.models.config import ModelConfig

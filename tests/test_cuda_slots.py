@@ -11,10 +11,10 @@ from planner.request import SamplingParams
 from planner.step import Chunk, ChunkOutput
 from worker.attention import Span
 from worker.config import EngineConfig
-from worker.cuda_outcomes import Drawn, StepRun
-from worker.decode_state import DecodeState, Moment, PendingTokens, SlotEntry
-from worker.prefill_plan import plan_prefill
-from worker.slots import Slots, slots_needed
+from worker.cuda.decode_state import DecodeState, Moment, PendingTokens, SlotEntry
+from worker.cuda.outcomes import Drawn, StepRun
+from worker.cuda.prefill_plan import plan_prefill
+from worker.cuda.slots import Slots, slots_needed
 
 GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import httpx
 import pytest
 import yaml
 
-from cluster.metric import Kind
-from cluster.service_metrics import METRICS
+from cluster.telemetry.metric import Kind
+from cluster.telemetry.service_metrics import METRICS
 from planner.errors import QueueFull, WorkerLost
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports

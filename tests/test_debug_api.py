@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from cluster.answer_maker import Service
+from cluster.answers.maker import Service
 from cluster.api_settings import ApiSettings
-from cluster.debug_views import RollCall, View, worker_view
-from cluster.events import MAX_EVENTS, Events
-from cluster.http_api import create_app
 from cluster.models import single
+from cluster.telemetry.events import MAX_EVENTS, Events
+from cluster.web.api import create_app
+from cluster.web.debug_views import RollCall, View, worker_view
 from planner.errors import Unavailable
 from tests.engine_bench import running
 from tests.fake_fleet import FakeFleet

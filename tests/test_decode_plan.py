@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from worker.decode_buffers import DecodeBuffers
-from worker.decode_plan import Chain, DecodePlan, plan_decode
-from worker.decode_shape import DecodeShape
+from worker.cuda.decode_buffers import DecodeBuffers
+from worker.cuda.decode_plan import Chain, DecodePlan, plan_decode
+from worker.cuda.decode_shape import DecodeShape
 
 BF16 = torch.bfloat16
 LLAMA_8B = DecodeShape(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from planner.request import SamplingParams
-from worker.decode_state import RING, DecodeState, SlotEntry
+from worker.cuda.decode_state import RING, DecodeState, SlotEntry
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from cluster.config import service_config
-from cluster.front import DEFAULT_GRPC_PORT
-from cluster.node_front import node_environment
+from cluster.serving.front import DEFAULT_GRPC_PORT
+from cluster.serving.node_front import node_environment
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 CLUSTERS = ("cluster.yaml", "cluster-aws.yaml", "cluster-gcp.yaml")
@@ -90,7 +90,7 @@ def test_every_node_chooses_the_front_and_the_head_finds_dead_nodes_soon(name: s
     content = read(name)
     (_, head, check), (_, worker) = content["head_start_ray_commands"], content["worker_start_ray_commands"]
     for command in (head, worker):
-        assert 'eval "$(python -m cluster.node_front)" && ' in command
+        assert 'eval "$(python -m cluster.serving.node_front)" && ' in command
         assert "RAY_AUTH_MODE=disabled" in command
         assert "\n" not in command.strip()
     assert "RAY_health_check_failure_threshold=3" in head

@@ -91,7 +91,7 @@ def test_troubleshooting_knows_codes_and_messages_that_exist() -> None:
     assert len(told) >= 7
     assert told <= codes
     start = text.partition("## It does not start")[2].partition("##")[0]
-    source = "\n".join(path.read_text() for path in [*ROOT.glob("cluster/*.py"), *ROOT.glob("worker/*.py")])
+    source = "\n".join(path.read_text() for path in [*ROOT.glob("cluster/**/*.py"), *ROOT.glob("worker/**/*.py")])
     for message in re.findall(r"^\| `([^`]+)`", start, re.M):
         for part in re.split(r"\.\.\.|\d[\d.:]*", message):
             assert part.strip() in source, message

@@ -11,12 +11,12 @@ from threading import Thread
 import pytest
 
 from cluster.cli import main
-from cluster.cluster_facts import facts_of_cluster
-from cluster.doctor_checks import Finding, findings
-from cluster.front import FIRST_GRPC_PORT, FIRST_HTTP_PORT, NUM_BLOCKS, PORTS_OF_A_BLOCK, free_ports
-from cluster.node_facts import Gpu, NodeFacts, node_facts
-from cluster.node_front import node_environment
-from cluster.planned_nodes import PlannedNodes, planned_nodes
+from cluster.commands.cluster_facts import facts_of_cluster
+from cluster.commands.doctor_checks import Finding, findings
+from cluster.commands.node_facts import Gpu, NodeFacts, node_facts
+from cluster.commands.planned_nodes import PlannedNodes, planned_nodes
+from cluster.serving.front import FIRST_GRPC_PORT, FIRST_HTTP_PORT, NUM_BLOCKS, PORTS_OF_A_BLOCK, free_ports
+from cluster.serving.node_front import node_environment
 from planner.errors import InvalidConfiguration, SetupError
 from tests.service_process import ROOT, tiny_checkpoint
 

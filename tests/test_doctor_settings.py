@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.certificates import make_certificates
+from cluster.access.certificates import make_certificates
 from cluster.cli import main
-from cluster.doctor_settings import keys_finding, metrics_finding, tls_finding, traces_finding
-from cluster.front import free_ports
+from cluster.commands.doctor_settings import keys_finding, metrics_finding, tls_finding, traces_finding
+from cluster.serving.front import free_ports
 from tests.http_desk import desk
 from tests.listening import listening
 from tests.otlp_collector import grpc_collector, http_collector

@@ -9,10 +9,10 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from cluster.failover import FailoverLimits
-from cluster.generation import RemoteGeneration
-from cluster.membership import Member
-from cluster.streams import Streams
+from cluster.routing.failover import FailoverLimits
+from cluster.routing.generation import RemoteGeneration
+from cluster.routing.membership import Member
+from cluster.routing.streams import Streams
 from planner.errors import ForwardFailed, NeverFits, QueueFull, Unavailable, WorkerLost
 from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, Update, sequence_seed
 from protos import worker_pb2 as pb

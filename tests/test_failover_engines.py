@@ -14,10 +14,10 @@ import time
 
 import pytest
 
-from cluster.failover import FailoverLimits
-from cluster.membership import Member
-from cluster.router import Router
-from cluster.streams import Streams
+from cluster.routing.failover import FailoverLimits
+from cluster.routing.membership import Member
+from cluster.routing.router import Router
+from cluster.routing.streams import Streams
 from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from tests.company import STEP_TIME_S, Company, EngineWorker
 from tests.data_plane import SECRET, holding, serving

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
-from cluster.gguf_tokenizer import gguf_tokenizer
-from cluster.text import TextModel, load_text
+from cluster.language.gguf_tokenizer import gguf_tokenizer
+from cluster.language.text import TextModel, load_text
 from planner.errors import InvalidCheckpoint, UnsupportedModel
 from tests.tiny_text import MERGES, SPECIALS, TEMPLATE, tiny_text
 from worker.gguf_layout import read_gguf_metadata

@@ -15,9 +15,9 @@ pytestmark = [
 ]
 
 from tests.decode_rig import Rig, relative_error  # noqa: E402
-from worker.decode_plan import Chain, DecodePlan, plan_decode  # noqa: E402
-from worker.decode_shape import DecodeShape  # noqa: E402
-from worker.graphs import DecodeGraphs, Draw  # noqa: E402
+from worker.cuda.decode_plan import Chain, DecodePlan, plan_decode  # noqa: E402
+from worker.cuda.decode_shape import DecodeShape  # noqa: E402
+from worker.cuda.graphs import DecodeGraphs, Draw  # noqa: E402
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16

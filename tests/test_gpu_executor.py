@@ -22,9 +22,9 @@ from planner.errors import ForwardFailed  # noqa: E402
 from planner.request import FinishReason, Pooling, Request, SamplingParams, TokenLogprobs, Update  # noqa: E402
 from planner.slices import Method  # noqa: E402
 from tests.cuda_rig import MODELS, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
-from worker.cuda_prefill import PrefillChain  # noqa: E402
-from worker.graphs import LaunchedSteps  # noqa: E402
-from worker.prefill_plan import PrefillPlan  # noqa: E402
+from worker.cuda.graphs import LaunchedSteps  # noqa: E402
+from worker.cuda.prefill import PrefillChain  # noqa: E402
+from worker.cuda.prefill_plan import PrefillPlan  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 3 if INTERPRETED else 12

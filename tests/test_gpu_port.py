@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 from planner.request import Request, SamplingParams  # noqa: E402
 from tests.cuda_rig import DEVICE, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
 from worker.cell_image import CellLayout  # noqa: E402
-from worker.cuda_mover import CudaMover  # noqa: E402
+from worker.cuda.mover import CudaMover  # noqa: E402
 from worker.kv_pool import KvPool, bytes_per_cell  # noqa: E402
 from worker.pool_port import PoolPort, TorchMover  # noqa: E402
 

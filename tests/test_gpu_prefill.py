@@ -16,10 +16,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from worker.attention import Span
+from worker.cuda.prefill_attention import CellAttention, attend
+from worker.cuda.prefill_plan import plan_prefill
+from worker.cuda.write_cells import rotate_and_write
 from worker.kv_pool import KvPool
-from worker.prefill_attention import CellAttention, attend
-from worker.prefill_plan import plan_prefill
-from worker.write_cells import rotate_and_write
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

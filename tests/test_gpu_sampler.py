@@ -20,7 +20,7 @@ import triton.language as tl  # noqa: E402
 
 from planner.request import SamplingParams  # noqa: E402
 from worker import gpu_race  # noqa: E402
-from worker.gpu_sampler import GpuSampler  # noqa: E402
+from worker.cuda.sampler import GpuSampler  # noqa: E402
 from worker.race import arrival_times  # noqa: E402
 from worker.sampler import Draw, sample  # noqa: E402
 

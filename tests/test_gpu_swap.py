@@ -25,7 +25,7 @@ needs_gpu = pytest.mark.skipif(INTERPRETED, reason="needs pinned memory")
 @needs_gpu
 @pytest.mark.parametrize("num_cells", [1, 100, 256, 1000])
 def test_cells_come_back_from_pinned_memory_as_they_went(num_cells: int) -> None:
-    from worker.cuda_swap import PinnedSwap
+    from worker.cuda.swap import PinnedSwap
     from worker.kernels import CellCopier
 
     planes = [torch.randn(3000, 8, 128, device="cuda").bfloat16() for _ in range(8)]
@@ -45,7 +45,7 @@ def test_cells_come_back_from_pinned_memory_as_they_went(num_cells: int) -> None
 @needs_gpu
 def test_blocks_that_came_back_may_be_filled_at_once() -> None:
     """Many swaps through few blocks and staging buffers, each started before the one before has ended."""
-    from worker.cuda_swap import PinnedSwap
+    from worker.cuda.swap import PinnedSwap
     from worker.kernels import CellCopier
 
     planes = [torch.arange(4096.0, device="cuda").view(-1, 1, 1).repeat(1, 8, 128) for _ in range(4)]

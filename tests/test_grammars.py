@@ -10,7 +10,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from cluster.structured import requested_form
+from cluster.answers.structured import requested_form
 from planner.errors import GrammarFailed
 from planner.request import SamplingParams
 from planner.step import Chunk
@@ -146,7 +146,7 @@ def test_a_token_that_only_the_device_knew_is_put_behind_the_history() -> None:
 def test_a_metaspace_tokenizer_writes_what_goes_on_without_a_space() -> None:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    from cluster.text import TextModel
+    from cluster.language.text import TextModel
 
     letters = ["<0x02>", "▁", *'{"ab:', "▁a"]
     tokenizer = Tokenizer(

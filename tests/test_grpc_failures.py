@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from cluster.grpc_front import is_of_this_host
+from cluster.rpc.front import is_of_this_host
 from planner.errors import NeverFits, QueueFull, RequestFailed, Unavailable, WorkerLost
 from protos import inference_pb2 as pb
 from tests.fake_fleet import FakeFleet

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.cli import serve_parser
-from cluster.front import DEFAULT_GRPC_PORT, Front, choose_grpc_port, free_ports
+from cluster.serving.front import DEFAULT_GRPC_PORT, Front, choose_grpc_port, free_ports
 from planner.errors import InvalidConfiguration
 
 

@@ -20,7 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cluster.service_metrics import METRICS
+from cluster.telemetry.service_metrics import METRICS
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tests.grpc_desk import endings, request, text_of, trailer

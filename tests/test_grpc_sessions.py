@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.session_owner import LocalOwner
-from cluster.sessions import Sessions
+from cluster.sessions.histories import Sessions
+from cluster.sessions.owner import LocalOwner
 from planner.errors import ForwardFailed
 from protos import inference_pb2 as pb
 from tests.grpc_desk import GrpcDesk, failure, grpc_desk, ids_of, trailer

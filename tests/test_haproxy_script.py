@@ -13,8 +13,8 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cluster.front import free_ports
-from cluster.haproxy_script import DONE, haproxy_script
+from cluster.serving.front import free_ports
+from cluster.serving.haproxy_script import DONE, haproxy_script
 from tests.http_desk import desk
 from tests.listening import eventually, listening
 

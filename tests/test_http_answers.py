@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.fleet import ServedModel
+from cluster.routing.fleet import ServedModel
 from planner.request import Request
 from tests.fake_fleet import FakeFleet
 from tests.http_desk import (

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from cluster.answer_maker import Service
+from cluster.answers.maker import Service
 from cluster.api_settings import ApiSettings
-from cluster.http_api import create_app
 from cluster.models import single
+from cluster.web.api import create_app
 from planner.request import Request
 from tests.fake_fleet import FakeFleet
 from tests.http_desk import (

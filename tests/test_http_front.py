@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.http_front import MAX_HEADER_BYTES, HeaderGuard, has_left, middlewares
+from cluster.serving.http_front import MAX_HEADER_BYTES, HeaderGuard, has_left, middlewares
 from tests.listening import eventually, listening
 
 

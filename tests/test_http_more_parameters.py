@@ -107,8 +107,8 @@ async def test_the_best_of_several_are_told() -> None:
 
 
 def test_the_likeliest_mean_wins() -> None:
-    from cluster.answer import mean_logprob
-    from cluster.choice import Piece, ScoredToken
+    from cluster.answers.answer import mean_logprob
+    from cluster.answers.choice import Piece, ScoredToken
 
     def pieces(*logprobs: float | None) -> list[Piece]:
         return [Piece(0, "", tuple(ScoredToken(TokenLogprobs(1, p), 0) for p in logprobs))]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
 
-from worker.device_words import SIMULATED
+from worker.cuda.device_words import SIMULATED
 from worker.kernels import CellCopier, widest_word
 
 ON_GPU = torch.cuda.is_available() and not SIMULATED

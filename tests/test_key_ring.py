@@ -11,12 +11,12 @@ import grpc
 import pytest
 import yaml
 
+from cluster.access.key_ring import KeyRing, KeyUse
 from cluster.api_settings import ApiSettings, KeySettings
 from cluster.cli import main
+from cluster.commands.serve import read_keys
 from cluster.config import service_config
 from cluster.headers import TENANT
-from cluster.key_ring import KeyRing, KeyUse
-from cluster.serve_command import read_keys
 from planner.errors import InvalidConfiguration, RateLimited, Unauthenticated
 from tests.fake_fleet import FakeFleet
 from tests.grpc_desk import failure, grpc_desk, text_of, trailer

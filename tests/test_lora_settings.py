@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from cluster.adapters.settings import named_modules
 from cluster.config import service_config
-from cluster.lora_settings import named_modules
 from planner.errors import InvalidAdapter, InvalidConfiguration
 from tests.tiny_adapters import save_tiny_adapter
 from tests.tiny_models import save_tiny_model

@@ -12,12 +12,12 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.answer_maker import Service
+from cluster.answers.maker import Service
 from cluster.api_settings import ApiSettings
-from cluster.http_api import create_app
-from cluster.metric import PREFIX, Kind
 from cluster.models import single
-from cluster.service_metrics import METRICS
+from cluster.telemetry.metric import PREFIX, Kind
+from cluster.telemetry.service_metrics import METRICS
+from cluster.web.api import create_app
 from planner.errors import DeadlineUnmeetable, QueueFull, WorkerLost
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.gateway_metrics import GENERATION_TOKENS
-from cluster.metric import Kind, Metric
-from cluster.service_metrics import METRICS
+from cluster.telemetry.gateway_metrics import GENERATION_TOKENS
+from cluster.telemetry.metric import Kind, Metric
+from cluster.telemetry.service_metrics import METRICS
 from tests.service_process import ServiceProcess
 from tests.service_state import ServiceState
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.bodies import parse_object, validate
 from cluster.errors import OUTCOMES, envelope, outcome, retry_after_s
+from cluster.web.bodies import parse_object, validate
 from planner import errors
 from planner.errors import InvalidRequest, QueueFull, RaycombError
 from protos.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody

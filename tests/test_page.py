@@ -17,11 +17,11 @@ pytest.importorskip("playwright")
 
 from playwright.async_api import Browser, Page, expect
 
-from cluster.answer_maker import Service
+from cluster.answers.maker import Service
 from cluster.api_settings import ApiSettings
-from cluster.debug_views import RollCall, View
-from cluster.http_api import create_app
 from cluster.models import single
+from cluster.web.api import create_app
+from cluster.web.debug_views import RollCall, View
 from tests.browser import CONTRAST, UNLABELLED, chromium, looking_at, needs_chromium
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports

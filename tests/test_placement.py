@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.placement import Candidate, Candidates, Need, able, assign
+from cluster.routing.placement import Candidate, Candidates, Need, able, assign
 from planner.errors import QueueFull, RaycombError, Unavailable
 from worker.queue_rate import LONGEST_RETRY_S
 

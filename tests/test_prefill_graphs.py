@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.attention import Span
+from worker.cuda.prefill_graphs import PrefillGraphs
+from worker.cuda.prefill_plan import PrefillPlan, plan_prefill
 from worker.kv_pool import KvPool
-from worker.prefill_graphs import PrefillGraphs
-from worker.prefill_plan import PrefillPlan, plan_prefill
 
 CPU = torch.device("cpu")
 SCRATCH = 777

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from cluster.cli import main
-from cluster.text import load_text
+from cluster.language.text import load_text
 from planner.errors import InvalidConfiguration, InvalidProgram
 from planner.request import Request, SamplingParams
 from tests.tiny_models import save_tiny_model

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from cluster.failover import FailoverLimits
-from cluster.membership import Member
-from cluster.router import Router
-from cluster.streams import Streams
+from cluster.routing.failover import FailoverLimits
+from cluster.routing.membership import Member
+from cluster.routing.router import Router
+from cluster.routing.streams import Streams
 from tests.data_plane import SECRET, attached, holding, serving
 from tests.fakes import FakeExecutor, expected_tokens, fake_request
 from tests.scripted_worker import until

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.text import load_text
+from cluster.language.text import load_text
 from planner.errors import InvalidConfiguration
 from planner.slices import Method, Slice
 from tests.tiny_models import save_tiny_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.cpu_race import compile_cpu_race
+from worker.cpu.race import compile_cpu_race
 from worker.philox import philox4x32
 from worker.race import Race, arrival_times, torch_race
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.ray_metrics import MAX_OBSERVATIONS, growth_by_bucket, thinned
+from cluster.telemetry.ray_metrics import MAX_OBSERVATIONS, growth_by_bucket, thinned
 from worker.distribution import Histogram
 
 BOUNDS = (0.01, 0.1, 1.0, 10.0)

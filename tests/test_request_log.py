@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.request_log import RequestLog, request_log_beside
+from cluster.telemetry.request_log import RequestLog, request_log_beside
 from planner.errors import QueueFull, WorkerLost
 from tests.fake_fleet import FakeFleet
 from tests.grpc_desk import grpc_desk

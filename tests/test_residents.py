@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.residents import ResidentIndex
+from cluster.routing.residents import ResidentIndex
 from planner.blocks import BLOCK_TOKENS, BlockChanges
 
 CHAINS = ((1, 2, 3), (1, 2, 4), (5,))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from cluster.debug_views import RollCall
-from cluster.roll_call import RollCaller
+from cluster.telemetry.roll_call import RollCaller
+from cluster.web.debug_views import RollCall
 from planner.errors import Unavailable
 from tests.http_desk import until
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.router import Predictions, Router, WorkerInfo
+from cluster.routing.router import Predictions, Router, WorkerInfo
 from planner.blocks import BlockChanges, block_hashes
 from planner.errors import QueueFull, Unavailable
 from planner.limits import Snapshot

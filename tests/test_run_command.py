@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cluster import run_command
-from cluster.batch import Batch
-from cluster.batch_file import Line, OrderedWriter, parse_line
-from cluster.offline_engine import Interrupted, OfflineEngine, running
-from cluster.text import TextModel, load_text
+from cluster.commands import run as run_command
+from cluster.language.text import TextModel, load_text
+from cluster.offline.batch import Batch
+from cluster.offline.engine import Interrupted, OfflineEngine, running
+from cluster.offline.files import Line, OrderedWriter, parse_line
 from planner.errors import InvalidConfiguration, InvalidRequest
 from planner.request import Adapter, SamplingParams
 from tests.fake_slots import save_fake_adapter

@@ -23,11 +23,11 @@ from tests.test_decode_chain import CASES  # noqa: E402
 from tests.test_gpu_prefill import MOST_ERROR, RAGGED, Sequence, Shape, error, reference  # noqa: E402
 from worker.attention import Span  # noqa: E402
 from worker.cell_rows import SCALED, packed_rows, unpacked_rows  # noqa: E402
-from worker.decode_plan import Chain  # noqa: E402
+from worker.cuda.decode_plan import Chain  # noqa: E402
+from worker.cuda.prefill_attention import attend  # noqa: E402
+from worker.cuda.prefill_plan import plan_prefill  # noqa: E402
+from worker.cuda.write_cells import rotate_and_write  # noqa: E402
 from worker.kv_pool import KvPool  # noqa: E402
-from worker.prefill_attention import attend  # noqa: E402
-from worker.prefill_plan import plan_prefill  # noqa: E402
-from worker.write_cells import rotate_and_write  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 # The interpreter loses the carry where a number is rounded up to the next power of two.

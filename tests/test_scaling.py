@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from cluster.commands.serve import add_arguments
 from cluster.config import ServiceConfig, service_config
-from cluster.scaling import load_report
-from cluster.scaling_policy import CELL_USE, QUEUE_S, SEAT_USE, LoadPolicy
-from cluster.serve_command import add_arguments
+from cluster.serving.scaling import load_report
+from cluster.serving.scaling_policy import CELL_USE, QUEUE_S, SEAT_USE, LoadPolicy
 from planner.errors import InvalidConfiguration
 from planner.limits import Snapshot
 

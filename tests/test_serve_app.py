@@ -17,7 +17,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.front import FIRST_GRPC_PORT, FIRST_HTTP_PORT, NUM_BLOCKS, PORTS_OF_A_BLOCK
+from cluster.serving.front import FIRST_GRPC_PORT, FIRST_HTTP_PORT, NUM_BLOCKS, PORTS_OF_A_BLOCK
 from planner.replay import replay
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc

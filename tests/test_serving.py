@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cluster.front import free_ports
+from cluster.serving.front import free_ports
 from planner.blocks import block_hashes
 from planner.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from planner.request import FinishReason, SamplingParams

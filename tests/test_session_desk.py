@@ -11,10 +11,10 @@ import httpx
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from cluster.session_desk import RENEW_S, SessionDesk
-from cluster.session_owner import LocalOwner
-from cluster.sessions import Begun, SessionLimits, Sessions, SessionState, SessionView
-from cluster.text import TextModel
+from cluster.language.text import TextModel
+from cluster.sessions.desk import RENEW_S, SessionDesk
+from cluster.sessions.histories import Begun, SessionLimits, Sessions, SessionState, SessionView
+from cluster.sessions.owner import LocalOwner
 from planner.errors import QueueFull, SessionBusy, Unavailable, UnknownSession
 from tests.http_desk import TEXT, Desk, RawClient, desk, refusal, says, until
 from tests.session_rig import LIMITS, keeper

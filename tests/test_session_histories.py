@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.sessions import SessionLimits, Sessions, SessionState
+from cluster.sessions.histories import SessionLimits, Sessions, SessionState
 from planner.errors import SessionBusy, UnknownSession
 from planner.planner import Planner
 from tests.fakes import FakeExecutor, fake_info, fake_limits, fake_request

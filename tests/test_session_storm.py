@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.answer_maker import Service
+from cluster.answers.maker import Service
 from cluster.api_settings import ApiSettings
-from cluster.http_api import create_app
 from cluster.models import single
+from cluster.web.api import create_app
 from planner.request import SamplingParams
 from tests.company import Company
 from tests.fakes import expected_tokens, fake_info, fake_request

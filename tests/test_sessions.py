@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.api_settings import ApiSettings
-from cluster.session_owner import session_limits
+from cluster.sessions.owner import session_limits
 from planner.errors import ForwardFailed
 from tests.grammar_rig import TEXT
 from tests.http_desk import CHAT, Desk, desk, refusal, says

@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.answer_maker import AnswerMaker, Service
+from cluster.answers.maker import AnswerMaker, Service
 from cluster.api_settings import ApiSettings
 from cluster.cli import serve_parser
+from cluster.commands.serve import make_plan
+from cluster.commands.settings_sources import merged_tokens
 from cluster.config import ServiceConfig, decide_device, service_config
-from cluster.http_api import create_app
 from cluster.models import Models
-from cluster.serve_command import make_plan
-from cluster.settings_sources import merged_tokens
+from cluster.web.api import create_app
 from planner.errors import InvalidConfiguration
 from planner.request import Adapter
 from tests.adapter_rig import AdaptedFleet

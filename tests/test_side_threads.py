@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from cluster.side_threads import SideThreads
+from cluster.language.side_threads import SideThreads
 from planner.errors import QueueFull
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.front import free_ports
-from cluster.smoke import why_no_token
+from cluster.commands.smoke import why_no_token
+from cluster.serving.front import free_ports
 from tests.service_process import ServiceProcess
 
 

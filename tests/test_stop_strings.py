@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cluster.stop_strings import StopStrings
+from cluster.language.stop_strings import StopStrings
 
 SMALL = st.text(alphabet="ab", max_size=12)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4)

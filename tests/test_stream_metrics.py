@@ -5,10 +5,10 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from cluster.gateway_meter import GatewayMeter
-from cluster.membership import Member
-from cluster.router import Router
-from cluster.streams import Streams
+from cluster.routing.membership import Member
+from cluster.routing.router import Router
+from cluster.routing.streams import Streams
+from cluster.telemetry.gateway_meter import GatewayMeter
 from planner.errors import NeverFits
 from planner.request import FinishReason
 from protos import worker_pb2 as pb

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from cluster.front import free_ports
-from cluster.generation import RemoteGeneration
-from cluster.membership import Member, MembershipBoard, members_of
-from cluster.outbox import Outbox
-from cluster.router import Router
-from cluster.streams import Streams
+from cluster.routing.generation import RemoteGeneration
+from cluster.routing.membership import Member, MembershipBoard, members_of
+from cluster.routing.outbox import Outbox
+from cluster.routing.router import Router
+from cluster.routing.streams import Streams
+from cluster.serving.front import free_ports
 from planner.blocks import block_hashes
 from planner.errors import NeverFits, QueueFull, Unavailable, WorkerLost
 from planner.request import FinishReason, Request, Update

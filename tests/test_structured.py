@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cluster.detokeniser import TokenBytes
-from cluster.structured import MAX_GRAMMAR
-from cluster.text import TextModel
+from cluster.answers.structured import MAX_GRAMMAR
+from cluster.language.detokeniser import TokenBytes
+from cluster.language.text import TextModel
 from tests.grammar_rig import TEXT, allowed, mask_of, row, schema_grammar, walk
 from tests.http_desk import CHAT, PROMPT, desk, refusal
 from tests.tiny_text import tiny_tokenizer

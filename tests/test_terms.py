@@ -12,13 +12,13 @@ import grpc
 import numpy as np
 import pytest
 
+from cluster.access.key_ring import KeyRing
 from cluster.api_settings import ApiSettings
 from cluster.headers import DEADLINE, TENANT, terms
-from cluster.key_ring import KeyRing
-from cluster.membership import Member
-from cluster.router import Router
-from cluster.run import continuation
-from cluster.streams import Streams
+from cluster.routing.membership import Member
+from cluster.routing.router import Router
+from cluster.routing.run import continuation
+from cluster.routing.streams import Streams
 from planner.errors import DeadlineUnmeetable, InvalidRequest
 from planner.request import FinishReason, Request
 from tests.data_plane import SECRET, Worker, serving

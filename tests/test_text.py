@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from cluster.detokeniser import Detokeniser, TokenBytes, detokenise
-from cluster.text import load_text
+from cluster.language.detokeniser import Detokeniser, TokenBytes, detokenise
+from cluster.language.text import load_text
 from planner.errors import InvalidCheckpoint, UnsupportedModel
 from tests.tiny_text import EOS, TEMPLATE, tiny_text, tiny_tokenizer
 

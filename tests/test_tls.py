@@ -16,15 +16,15 @@ import httpx
 import pytest
 from cryptography import x509
 
-from cluster.certificates import FRONT
+from cluster.access.certificates import FRONT
 from cluster.cli import main
-from cluster.front import free_ports
-from cluster.membership import Member
 from cluster.remote_sessions import RemoteOwner
-from cluster.router import Router
+from cluster.routing.membership import Member
+from cluster.routing.router import Router
+from cluster.routing.streams import Streams
+from cluster.serving.front import free_ports
 from cluster.session_server import SessionServer
-from cluster.sessions import Sessions
-from cluster.streams import Streams
+from cluster.sessions.histories import Sessions
 from planner.errors import InvalidConfiguration, Unavailable
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc

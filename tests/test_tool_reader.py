@@ -8,11 +8,11 @@ import random
 
 import pytest
 
-from cluster.message_parts import CallArguments, CallBegun, Content, Part, Reasoning
-from cluster.message_reader import MessageReader
-from cluster.reasoning import ReasoningReader
-from cluster.tool_formats import ToolFormat, tool_format
-from cluster.tool_reader import ToolReader
+from cluster.language.message_parts import CallArguments, CallBegun, Content, Part, Reasoning
+from cluster.language.message_reader import MessageReader
+from cluster.language.reasoning import ReasoningReader
+from cluster.language.tool_formats import ToolFormat, tool_format
+from cluster.language.tool_reader import ToolReader
 
 NAMES = frozenset({"get_weather", "add"})
 PARIS = '{"city": "Paris {\\"x\\"}]"}'

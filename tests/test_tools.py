@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from cluster.chat_template import ChatTemplate
-from cluster.text import TextModel
-from cluster.tool_formats import ToolFormat, tool_format
-from cluster.tool_reader import ToolReader
+from cluster.language.chat_template import ChatTemplate
+from cluster.language.text import TextModel
+from cluster.language.tool_formats import ToolFormat, tool_format
+from cluster.language.tool_reader import ToolReader
 from tests.grammar_rig import TEXT, walk
 from tests.http_desk import CHAT, MODEL, Desk, desk, joined, refusal, says
 from tests.test_tool_reader import gather

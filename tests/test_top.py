@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cluster.answer_maker import Service
+from cluster.answers.maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.cli import main
-from cluster.fleet_view import fleet_view
-from cluster.top_command import table
+from cluster.commands.top import table
+from cluster.telemetry.fleet_view import fleet_view
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports
 from tests.http_desk import MODEL, TEXT, desk, says

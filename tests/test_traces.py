@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from cluster.config import ServiceConfig, service_config
-from cluster.failover import FailoverLimits
-from cluster.membership import Member
-from cluster.otlp_settings import with_otlp_of
-from cluster.router import Router
-from cluster.streams import Streams
+from cluster.routing.failover import FailoverLimits
+from cluster.routing.membership import Member
+from cluster.routing.router import Router
+from cluster.routing.streams import Streams
+from cluster.telemetry.otlp_settings import with_otlp_of
 from planner.errors import InvalidConfiguration, QueueFull
 from tests.data_plane import SECRET, Worker, serving
 from tests.fake_fleet import FakeFleet
@@ -227,7 +227,7 @@ async def test_without_an_endpoint_nothing_is_recorded_and_the_client_s_context_
 
 async def test_without_an_endpoint_the_recording_library_is_not_loaded() -> None:
     code = (
-        "import sys; from worker.tracing import open_tracing; import cluster.http_api, worker.engine\n"
+        "import sys; from worker.tracing import open_tracing; import cluster.web.api, worker.engine\n"
         "open_tracing(None, 'grpc', 's', 'i').close()\n"
         "print([name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.sessions import SessionLimits, Sessions
+from cluster.sessions.histories import SessionLimits, Sessions
 from planner.request import Request, SamplingParams
 from tests.tiny_models import save_tiny_model
 from tests.torch_rig import Rig, executor_of, load, request

@@ -28,8 +28,8 @@ from benchmarks.two_gpus_plan import PLANS, Part, Scale
 from benchmarks.two_gpus_prefixes import RoundRobin, best_cached_share
 from benchmarks.two_gpus_prefixes import prompts_of as prefix_prompts
 from benchmarks.virtual_fleet import limits_of, worker_info
-from cluster.latency import LoadResult, RequestRecord
-from cluster.text import load_text
+from cluster.bench.latency import LoadResult, RequestRecord
+from cluster.language.text import load_text
 from planner.request import Request
 from worker.cell_image import CellLayout
 from worker.config import EngineConfig

@@ -6,8 +6,8 @@ from typing import Final
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from cluster.chat_template import ChatTemplate
-from cluster.text import TextModel
+from cluster.language.chat_template import ChatTemplate
+from cluster.language.text import TextModel
 
 SPECIALS: Final = ("<|end|>", "<|start|>", "<|stop|>")
 EOS: Final = 2

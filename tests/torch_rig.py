@@ -15,7 +15,7 @@ from planner.slices import Method, Slice
 from planner.step import Chunk, ChunkOutput, Step
 from worker.cell_image import CellLayout
 from worker.config import EngineConfig
-from worker.cpu_forwards import forwards_of
+from worker.cpu.forwards import forwards_of
 from worker.kv_pool import KvPool
 from worker.lora import LoraSlots
 from worker.pool_port import PoolPort, TorchMover

@@ -2,7 +2,7 @@
 
 Eager decoders, traced ones and exported programs call the same operator, so a program holds no keys and values: the
 pool comes in as an argument, and so does the plan that says which row sees which cells. What is inside a plan is the
-business of the device's kernel: `worker.cpu_plan`, `worker.prefill_plan`.
+business of the device's kernel: `worker.cpu.plan`, `worker.cuda.prefill_plan`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from worker.attention import Span
-from worker.cpu_attention import has_lone_token_kernel, use_threads_of_torch
-from worker.cpu_attention import update_and_attend as update_and_attend_on_cpu
-from worker.cpu_plan import plan_for_cpu, unpack
+from worker.cpu.attention import has_lone_token_kernel, use_threads_of_torch
+from worker.cpu.attention import update_and_attend as update_and_attend_on_cpu
+from worker.cpu.plan import plan_for_cpu, unpack
 from worker.kv_pool import KvPool
 from worker.packed_plan import PackedPlan
 
@@ -54,7 +54,7 @@ def plan_attention(
 ) -> dict[int | None, PackedPlan]:
     """Plans of one forward whose rows `spans` cover in order: one a window, in the order of `distinct_windows`."""
     if pool.keys.device.type == "cuda":
-        from worker.prefill_plan import pack_prefill  # what Triton's kernel reads, the same whatever the window
+        from worker.cuda.prefill_plan import pack_prefill  # what Triton's kernel reads, the same whatever the window
 
         packed = pack_prefill(spans, num_heads // pool.keys.shape[2], pool.keys.device)
         return dict.fromkeys(distinct_windows(windows), packed)
@@ -104,9 +104,9 @@ def _on_cuda(
     layer: int,
     window: int | None,
 ) -> Tensor:
-    from worker.prefill_attention import attend  # needs Triton, which only a GPU's machine has
-    from worker.prefill_plan import unpack_prefill
-    from worker.write_cells import write_cells
+    from worker.cuda.prefill_attention import attend  # needs Triton, which only a GPU's machine has
+    from worker.cuda.prefill_plan import unpack_prefill
+    from worker.cuda.write_cells import write_cells
 
     plan = unpack_prefill(PackedPlan(table, layout), query.shape[1] // key.shape[1])
     layer_keys, layer_values = keys[layer], values[layer]

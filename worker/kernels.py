@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="attr-defined"
 """Moves cells of all layers at once: within the pool, out to a packed buffer, and back from one.
 
-numba.cuda kernels on torch's current stream, so a captured CUDA graph may hold them. They move words and know no
-dtype. Without a GPU they run in numba's simulator, on host memory (`worker.device_words`). Not here: the way to host
+numba.cuda kernels on torch's current stream, so a captured CUDA graph may hold them. They move words and know no dtype.
+Without a GPU they run in numba's simulator, on host memory (`worker.cuda.device_words`). Not here: the way to host
 memory (`worker.swap`), and which cells move (the planner's business).
 """
 
@@ -19,7 +19,7 @@ import torch
 from numba import cuda
 from torch import Tensor
 
-from worker.device_words import SIMULATED, current_stream, load_wide, memory_view, store_wide, tensor_view
+from worker.cuda.device_words import SIMULATED, current_stream, load_wide, memory_view, store_wide, tensor_view
 
 # Widest first. A 16-byte word is a pair of 8-byte ones, moved by one instruction.
 _WORD_BYTES = (16, 8, 4, 2, 1)

@@ -1,6 +1,6 @@
 """Adapters' low-rank products beside a decoder's own, for the rows of a forward that want them.
 
-Rows of one adapter are computed together by torch; lone rows on a CPU all at once (`worker.cpu_lora`). Rows without an
+Rows of one adapter are computed together by torch; lone rows on a CPU all at once (`worker.cpu.lora`). Rows without an
 adapter cost nothing, and a forward of such rows alone nothing at all.
 """
 
@@ -18,7 +18,7 @@ from torch.nn import functional
 from planner.request import Adapter
 from worker.adapters import AdapterMatrices
 from worker.batch import Batch
-from worker.cpu_lora import AddLowRank, compile_add_low_rank
+from worker.cpu.lora import AddLowRank, compile_add_low_rank
 from worker.lora_room import LoraRoom
 from worker.models.config import ModelConfig
 from worker.models.decoder import Beside

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.cpu_decode import Floats, Integers
+from worker.cpu.decode import Floats, Integers
 from worker.models.config import ModelConfig
 from worker.models.lora import LoraMatrices, LowRank, Site, SiteShape, site_shapes
 

@@ -1,7 +1,7 @@
 """A pool's port: cells out to plain bytes and in again, piece by piece. See `worker.cell_image`.
 
 Used when a sequence moves between workers, which waits for the network anyway; so it waits for the device too. What
-must run behind the model's kernels is `worker.cuda_swap`.
+must run behind the model's kernels is `worker.cuda.swap`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from worker.adapters import AdapterSlots
 from worker.cell_image import CellLayout
 from worker.cell_rows import cell_dtype
 from worker.config import CPU_PREFILL_TOKENS, CPU_SWAP_SPACE, GPU_PREFILL_TOKENS, GPU_SWAP_SPACE, EngineConfig
-from worker.cpu_forwards import forwards_of
+from worker.cpu.forwards import forwards_of
 from worker.executor import Executor, ProgramInfo
 from worker.forwards import Forwards
 from worker.kv_pool import KvPool, bytes_per_cell
@@ -61,7 +61,7 @@ def build_executor(config: EngineConfig, vocabulary: VocabularySource | None = N
     program = load_program(config)
     info, decoder = program.info, program.decoder
     if decoder.device.type == "cuda" and config.quantization == "none":
-        from worker.cuda_memory import build_cuda_executor  # needs Triton, which only a GPU's machine has
+        from worker.cuda.memory import build_cuda_executor  # needs Triton, which only a GPU's machine has
 
         return build_cuda_executor(config, info, decoder, grammars)
     pool = make_pool(config, info)

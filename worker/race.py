@@ -6,7 +6,7 @@ logarithm is the Gumbel-max trick (Gumbel 1954, "Statistical theory of extreme v
 where the first two arrive within that rounding of each other: about once in a million draws at 1e-6. (An inverse of the
 cumulative distribution moves all later borders when one probability is rounded, and a large vocabulary has thousands.)
 
-`worker.cpu_race` runs the same race faster on the CPU, and `worker.gpu_sampler` on a GPU.
+`worker.cpu.race` runs the same race faster on the CPU, and `worker.cuda.sampler` on a GPU.
 """
 
 from __future__ import annotations

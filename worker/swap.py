@@ -1,7 +1,7 @@
 """Host memory that preempted sequences' cells go to, and the plain way there: for pools that torch can index directly.
 
 Which cells go, and to which block, is the planner's business; so is that no block is filled before what it held is
-back. Not for GPUs, where copies run behind the model's kernels: `worker.cuda_swap`.
+back. Not for GPUs, where copies run behind the model's kernels: `worker.cuda.swap`.
 """
 
 from __future__ import annotations

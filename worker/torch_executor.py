@@ -19,7 +19,7 @@ from planner.step import Chunk, ChunkOutput, Step, StepResult
 from worker.adapters import AdapterSlots
 from worker.batch import Batch, Piece, cut, selector
 from worker.cell_image import CellPort
-from worker.cpu_race import compile_cpu_race
+from worker.cpu.race import compile_cpu_race
 from worker.executor import ProgramInfo
 from worker.forwards import Forwards, SelectedLogits
 from worker.logprobs import token_logprobs

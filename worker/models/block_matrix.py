@@ -56,7 +56,7 @@ class BlockMatrix(Tensor):
 
 
 def _linear(x: Tensor, weight: BlockMatrix, bias: Tensor | None = None) -> Tensor:
-    from worker.cpu_blocks import product  # loads numba, which no other matrix needs
+    from worker.cpu.blocks import product  # loads numba, which no other matrix needs
 
     rows = product(x.reshape(-1, x.shape[-1]), weight.tiles, bias)
     return rows.reshape(*x.shape[:-1], len(weight))

@@ -2,7 +2,7 @@
 
 A block is a run of neighbouring weights of one row that share a scale, and perhaps an offset: the weight is
 scale * code + offset in float32. For every format read here scale * code needs no rounding, so that these are the very
-values that dequantising gives. Products over tiles are in `worker.cpu_blocks`; nothing here computes with them.
+values that dequantising gives. Products over tiles are in `worker.cpu.blocks`; nothing here computes with them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""From a validated body to an answer that grows: prompts, requests, choices."""

@@ -1,0 +1,1 @@
+"""Files and batches over HTTP, run in capacity that others leave idle."""

@@ -1,0 +1,1 @@
+"""`raycomb bench`: loads, how long they took, and a picture of it."""

@@ -1,0 +1,90 @@
+"""The models that `raycomb serve` is told of: named on the command line, or listed in the file of --config."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, Final
+
+from cluster.adapters.settings import named_modules
+from cluster.checkpoints import name_on_every_node, resolve
+from cluster.commands.engine_flags import engine_config, given_engine_settings
+from cluster.commands.terminal import report
+from cluster.language.text import load_text
+from cluster.model_settings import ModelSettings
+from planner.errors import InvalidConfiguration
+from worker.config import EngineConfig
+from worker.models.config import check_gguf_architecture, read_config
+from worker.programs.metadata import SUFFIX, read_metadata
+
+_OF_WORKERS: Final = ("num_workers", "min_workers", "max_workers", "executor")
+_OF_ONE: Final = ("served_model_name", "lora_modules", "lora_folder")
+"""Flags that cannot mean several models."""
+
+_ENGINE: Final = frozenset(EngineConfig.model_fields)
+_MODEL: Final = frozenset(ModelSettings.model_fields) - {"engine"}
+
+
+def told_models(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """For each model the settings of `ModelSettings`. What flags say holds for all that do not say it themselves.
+
+    Raises `SetupError` that names the setting at fault.
+    """
+    entries = _entries(args)
+    if not entries:
+        raise InvalidConfiguration("which model? give its name after `serve`, or `model:` in --config", param="model")
+    for name in _OF_ONE:
+        if len(entries) > 1 and getattr(args, name):
+            raise InvalidConfiguration(
+                f"--{name.replace('_', '-')} cannot mean {len(entries)} models: say it for each, under `models:` in "
+                "the file of --config",
+                param=name,
+            )
+    return [_settings(entry, args, f"models[{place}]") for place, entry in enumerate(entries)]
+
+
+def _entries(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.models is None:
+        return [{"model": model} for model in args.model]
+    if args.model:
+        raise InvalidConfiguration("models are listed in --config; name none after `serve`", param="models")
+    if not isinstance(args.models, list) or not all(isinstance(entry, dict) for entry in args.models):
+        raise InvalidConfiguration("models must be a list of one mapping for each model", param="models")
+    return [{str(name).replace("-", "_"): value for name, value in entry.items()} for entry in args.models]
+
+
+def _settings(entry: dict[str, Any], args: argparse.Namespace, where: str) -> dict[str, Any]:
+    own = dict(entry)
+    names = own.pop("served_model_name", None) or args.served_model_name or ()
+    model = own.get("model")
+    if not isinstance(model, str):
+        raise InvalidConfiguration(f"{where}: which model?", param="model")
+    if unknown := sorted(own.keys() - _ENGINE - _MODEL):
+        raise InvalidConfiguration(f"{where}: unknown setting {unknown[0]!r}", param=unknown[0])
+    engine = {name: own.pop(name) for name in sorted(own.keys() & _ENGINE - {"model"})}
+    del own["model"]
+    told = {name: value for name in _OF_WORKERS if (value := getattr(args, name)) is not None} | own
+    told.setdefault("served_model_names", [names] if isinstance(names, str) else names)
+    modules = told.get("lora_modules", args.lora_modules or ())
+    given = [f"{name}={folder}" for name, folder in modules.items()] if isinstance(modules, dict) else modules
+    told["lora_modules"] = named_modules(given)
+    if (folder := told.get("lora_folder", args.lora_folder)) is not None:
+        told["lora_folder"] = str(Path(folder).absolute())
+    config = engine_config(model, given_engine_settings(args) | engine)
+    return told | {"engine": config.model_copy(update={"model": name_on_every_node(model)})}
+
+
+def look_at(model: dict[str, Any]) -> None:
+    """Fetch the checkpoint if need be, and refuse what a gateway or worker would refuse. Raises `SetupError`."""
+    path = resolve(model["engine"].model, report)
+    load_text(path)
+    if "executor" in model:
+        return
+    if path.suffix == SUFFIX:
+        read_metadata(path)
+    elif path.suffix == ".gguf":
+        from worker.gguf_tensors import GgufTensors  # a library that no other command needs
+
+        check_gguf_architecture(GgufTensors(path).metadata.get("general.architecture"))
+    else:
+        read_config(path)

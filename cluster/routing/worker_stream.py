@@ -1,0 +1,317 @@
+"""The one gRPC stream between this gateway and one worker: commands out, the updates of all requests in.
+
+A worker is identified by its replica, so a stream that breaks and opens again reaches the same worker or none: after
+a break nothing that ran is still there (`protos/worker.proto`), and its runs are lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import weakref
+from collections.abc import Collection
+from dataclasses import replace
+
+import grpc
+from opentelemetry.trace import Tracer
+
+from cluster.routing.cancel_watch import CancelWatch
+from cluster.routing.fleet import WorkerReport
+from cluster.routing.last_report import LastReport
+from cluster.routing.membership import Member
+from cluster.routing.outbox import Outbox
+from cluster.routing.run import Run
+from cluster.routing.stream_listeners import RunKeeper, StreamObserver
+from cluster.telemetry.gateway_meter import GatewayMeter
+from cluster.telemetry.run_spans import CANCELLED, ENDED, RunEnd, RunSpans, lost, refused
+from planner.errors import RaycombError, RequestRefused, Unavailable, WorkerLost
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc as pb_grpc
+from worker import tls
+from worker.wire import (
+    CHANNEL_OPTIONS,
+    SECRET_METADATA,
+    adapter_from_proto,
+    blocks_from_proto,
+    request_to_proto,
+    update_from_proto,
+)
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.05
+LONGEST_BACKOFF_S = 2.0
+HELLO_TIMEOUT_S = 10.0
+STREAM_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a fresh stream waits for no old backoff
+TLS_STREAM_OPTIONS = (*STREAM_OPTIONS, *tls.CHANNEL_OPTIONS)
+
+
+class WorkerStream:
+    """Keeps one stream open until `retire`; demultiplexes what comes. Owner: `Streams`, on the gateway's event loop.
+
+    A worker that has something to run and says nothing for `stall_timeout_s` hangs: the stream is broken off, and
+    the worker gets nothing more before its engine has spoken again. `opening`: it is being opened for the first time.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        secret: str,
+        observer: StreamObserver,
+        keeper: RunKeeper,
+        stall_timeout_s: float,
+        meter: GatewayMeter,
+        tracer: Tracer,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.member = member
+        self._secret = secret
+        self._observer = observer
+        self._keeper = keeper
+        self._stall_timeout_s = stall_timeout_s
+        self._meter = meter
+        self._spans = RunSpans(tracer, member.worker_id)
+        self._credentials = credentials
+        self._cancels = CancelWatch(meter.free)
+        self._last_report = LastReport()
+        self._outbox = Outbox()
+        # Weak: the run of a generation that its owner forgot to cancel ends here too, not with its budget.
+        self._runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
+        self._finalizers: dict[int, weakref.finalize[..., Run]] = {}
+        self._heard_at = 0.0
+        self._stalled = False
+        self._open = False
+        self.opening = True
+        self._retiring = False
+        self._idle = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._finalizers)
+
+    @property
+    def report(self) -> WorkerReport | None:
+        """The last that the worker said of itself; None while no stream is open."""
+        return self._last_report.value
+
+    def submit(self, request_id: int, run: Run) -> None:
+        """Send a run. Raises `Unavailable`, `QueueFull` or `InvalidRequest`; nothing has then been sent."""
+        if not self._open or self._retiring:
+            raise Unavailable(f"worker {self.member.worker_id} takes no requests now")
+        trace = self._spans.start(request_id, run)
+        request = replace(run.request, trace=trace) if trace else run.request
+        try:
+            self._outbox.submit(request_to_proto(request_id, request))
+        except RaycombError as why_not:
+            self._spans.end(request_id, refused(why_not))
+            raise
+        self._cancels.sent(request_id, run.request.n)
+        if not self._finalizers:
+            self._heard_at = self._loop.time()  # it had nothing to say before
+        self._runs[request_id] = run
+        finalizer = weakref.finalize(run, self._loop.call_soon_threadsafe, self._cancel, request_id, None)
+        finalizer.atexit = False
+        self._finalizers[request_id] = finalizer
+        run.start(lambda indices: self._cancel(request_id, indices))
+
+    def retire(self) -> None:
+        """The worker left the membership: take nothing more, let what runs end, then close."""
+        self._retiring = True
+        self._observer.leave(self.member.worker_id)
+        self._meter.events.note(f"{self.member.worker_id} left the fleet: it gets nothing new, and ends what it runs")
+        self._wake_if_idle()
+
+    async def run(self) -> None:
+        """Connect, again after each break, until retired and idle. Ends by itself then, or by cancellation."""
+        backoff_s = FIRST_BACKOFF_S
+        try:
+            while not self._retiring:
+                error = await self._attach_until_it_ends()
+                was_open, self._open, self.opening = self._open, False, False
+                self._leave()
+                self._last_report.clear()
+                self._end_all(error)
+                self._cancels.clear()
+                if was_open:
+                    self._note_end(error)
+                    backoff_s = FIRST_BACKOFF_S
+                logger.info("stream to worker %s: %s", self.member.worker_id, error.message)
+                await self._sleep_unless_retired(backoff_s * random.uniform(0.5, 1.0))
+                backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+        finally:
+            self._open = self.opening = False
+            self._leave()
+            self._end_all(WorkerLost("the gateway is shutting down"))
+
+    def _note_end(self, error: WorkerLost) -> None:
+        self._meter.num_workers_lost += not self._retiring
+        self._meter.events.note(f"{self.member.worker_id} is gone" if self._retiring else error.message)
+
+    def _leave(self) -> None:
+        """Once retired it has left already, and by now the worker may be back, with a stream of its own."""
+        if not self._retiring:
+            self._observer.leave(self.member.worker_id)
+
+    async def _attach_until_it_ends(self) -> WorkerLost:
+        """One connection's life. Gives the reason why what still runs is lost."""
+        worker_id = self.member.worker_id
+        self._outbox = Outbox()
+        async with self._channel() as channel:
+            call = pb_grpc.WorkerStub(channel).Attach(metadata=((SECRET_METADATA, self._secret),))
+            writing = asyncio.create_task(self._write(call), name=f"write {worker_id}")
+            ending = [
+                asyncio.create_task(self._read(call), name=f"read {worker_id}"),
+                asyncio.create_task(self._wait_until_retired(), name=f"retire {worker_id}"),
+                asyncio.create_task(self._wait_until_stalled(), name=f"watch {worker_id}"),
+            ]
+            tasks = [writing, *ending]
+            try:
+                done, _ = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                call.cancel()
+        errors = [error for task in done if not task.cancelled() and (error := task.exception()) is not None]
+        if self._stalled and not errors:
+            return WorkerLost(f"worker {worker_id} said nothing for {self._stall_timeout_s:g} s")
+        return WorkerLost(f"the stream to worker {worker_id} {_why_it_ended(errors)}")
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self.member.address, options=STREAM_OPTIONS)
+        return grpc.aio.secure_channel(self.member.address, self._credentials, options=TLS_STREAM_OPTIONS)
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[pb.Command, pb.StepUpdates]) -> None:
+        messages = aiter(call)
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            hello = await anext(messages, None)
+        if hello is None or hello.info.worker_id != self.member.worker_id:
+            return  # not this worker: its port may have gone to another one
+        if not self._stalled:
+            self._join(hello)
+        num_messages = 0
+        async for message in messages:
+            if self._stalled:  # the hello came from the server; this comes from the engine
+                self._stalled = False
+                self._join(hello)
+            self._dispatch(message)
+            # Written by a task that wakes behind the readers woken just now, so it follows their having read.
+            num_messages += 1
+            self._outbox.note_read(num_messages)
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[pb.Command, pb.StepUpdates]) -> None:
+        while True:
+            command = await self._outbox.take()
+            try:
+                await call.write(command)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the call is over; the reader first takes what the worker had still sent, and then says why
+
+    async def _wait_until_retired(self) -> None:
+        await self._idle.wait()
+
+    def _quiet_until(self) -> float:
+        """When the worker hangs if it says nothing; with nothing to run, a while after now."""
+        if not self._finalizers:
+            return self._loop.time() + self._stall_timeout_s / 8
+        return self._heard_at + self._stall_timeout_s
+
+    async def _wait_until_stalled(self) -> None:
+        self._heard_at = self._loop.time()
+        while (left_s := self._quiet_until() - self._loop.time()) > 0:  # noqa: ASYNC110 - it waits for time itself
+            await asyncio.sleep(left_s)
+        self._stalled = True
+
+    async def _sleep_unless_retired(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return
+
+    def _join(self, hello: pb.StepUpdates) -> None:
+        if self._retiring:
+            return
+        self._open, self.opening = True, False
+        self._observer.join(self._last_report.introduce(hello.info))
+        self._meter.events.note(f"{self.member.worker_id} joined")
+        self._dispatch(hello)
+
+    def _dispatch(self, message: pb.StepUpdates) -> None:
+        if message.HasField("snapshot"):
+            self._last_report.take(message)
+            if (report := self.report) is not None:
+                self._observer.observe(self.member.worker_id, report.snapshot, draining=report.draining)
+        if message.HasField("blocks"):
+            self._observer.learn(self.member.worker_id, blocks_from_proto(message.blocks))
+        if message.HasField("adapters"):
+            adapters = map(adapter_from_proto, message.adapters.adapters)
+            self._observer.equip(self.member.worker_id, tuple(adapters))
+        self._heard_at = self._loop.time()
+        losses: dict[int, tuple[Run, WorkerLost]] = {}
+        for entry in message.updates:
+            num_cached = entry.num_cached_tokens if entry.tokens else None
+            if entry.finish_reason:
+                is_refusal = entry.finish_reason == pb.FINISH_REASON_REFUSED
+                self._cancels.ended(entry.request_id, self._heard_at, whole=is_refusal)
+            self._observer.settle(self.member.worker_id, entry.request_id, num_cached)
+            run = self._runs.get(entry.request_id)
+            if run is None:
+                continue  # cancelled here; the worker's last words for it are on their way
+            update = update_from_proto(entry)
+            if isinstance(update, RequestRefused):
+                self._forget(entry.request_id, refused(update))
+                self._keeper.refused(run, self.member.worker_id, update)
+                continue
+            run.deliver(update)
+            if run.loss is not None:
+                losses[entry.request_id] = run, run.loss
+            elif run.over:
+                self._forget(entry.request_id, ENDED)
+        for request_id, (run, loss) in losses.items():
+            self._spans.end(request_id, lost(loss))
+            self._cancel(request_id, None)
+            self._keeper.lost([run], loss)
+
+    def _cancel(self, request_id: int, indices: Collection[int] | None) -> None:
+        if request_id not in self._finalizers:
+            return
+        self._outbox.cancel(request_id, indices)
+        if indices is None:
+            self._cancels.cancelled(request_id, self._loop.time())
+            self._forget(request_id, CANCELLED)
+
+    def _forget(self, request_id: int, end: RunEnd) -> None:
+        self._spans.end(request_id, end)
+        self._observer.settle(self.member.worker_id, request_id)
+        if (run := self._runs.pop(request_id, None)) is not None:
+            run.stop()
+        finalizer = self._finalizers.pop(request_id, None)
+        if finalizer is not None:
+            finalizer.detach()
+        self._wake_if_idle()
+
+    def _wake_if_idle(self) -> None:
+        if self._retiring and not self._finalizers:
+            self._idle.set()
+
+    def _end_all(self, error: WorkerLost) -> None:
+        orphans = list(self._runs.values())
+        for request_id in list(self._finalizers):
+            self._forget(request_id, lost(error))
+        if orphans:
+            self._keeper.lost(orphans, error)
+
+
+def _why_it_ended(errors: list[BaseException]) -> str:
+    """In words, from what the stream's tasks raised; raises what is no failure of a connection."""
+    for error in errors:
+        if not isinstance(error, grpc.aio.AioRpcError | TimeoutError | asyncio.InvalidStateError):
+            raise error
+    for error in errors:
+        if isinstance(error, grpc.aio.AioRpcError):
+            return f"broke: {error.code().name} {error.details()}"
+    return f"gave no answer for {HELLO_TIMEOUT_S:g} s" if errors else "ended"

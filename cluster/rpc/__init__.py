@@ -1,0 +1,1 @@
+"""The gRPC service for clients, over the same road as the HTTP endpoints."""

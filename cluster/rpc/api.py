@@ -1,0 +1,122 @@
+"""The gRPC service for clients, over the same road as the HTTP endpoints. Knows nothing of Ray.
+
+A failure ends a stream with an empty message, since Serve's proxy passes a status and trailers on only together with
+one; `cluster.rpc.front` drops it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+from typing import Final
+
+from cluster.answers.answer import Answer
+from cluster.answers.choice import Piece
+from cluster.answers.maker import AnswerMaker
+from cluster.headers import Terms
+from cluster.models import Models
+from cluster.rpc.bodies import detokenize_body, generation_body, tokenize_body
+from cluster.rpc.calls import Caller, Calls
+from cluster.rpc.embed import GrpcEmbed
+from cluster.rpc.sessions import GrpcSessions
+from cluster.rpc.status import Call, CallStatus
+from cluster.rpc.voice import GrpcVoice
+from protos import inference_pb2 as pb
+from protos.openai import ChatBody, CompletionBody
+
+GENERATE: Final = "raycomb.v1.Inference/Generate"
+
+
+class GrpcApi:
+    """One method an RPC. Owner: a gateway; lives on its event loop.
+
+    Every method tells its failures through `call` and then returns, or ends with, an empty message.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._calls = Calls(models.first)
+        self._meter = models.first.service.meter
+        self._keepalive_s = models.first.service.settings.keepalive_s
+        self.sessions = GrpcSessions(models, self._calls)
+        self.embedding = GrpcEmbed(models, self._calls)
+
+    async def generate(self, request: pb.GenerateRequest, call: Call) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Ending the iteration, by `aclose` or by cancelling its task, ends what runs on the workers."""
+        with CallStatus(call) as status, ExitStack() as held:
+            with self._meter.admission():
+                caller = self._calls.admit_for_tokens(GENERATE, request, call, status, held)
+                async with asyncio.timeout(caller.terms.left_s):
+                    body = await self._calls.body(request, generation_body)
+                    session_id = None if isinstance(body, ChatBody) else body.session_id
+                    maker = await self._models.of_session(body.model, session_id, caller.account)
+            with maker.service.meter.admission():
+                async with asyncio.timeout(caller.terms.left_s):
+                    answer, voice = await _answer(maker, body, caller)
+            try:
+                with answer.meter:
+                    pieces = answer.start()
+                    while not answer.finished:
+                        pieces += await self._news(answer, caller.terms)
+                        message = voice.message(pieces, answer.counts(), last=answer.finished)
+                        pieces = []
+                        if message is not None:
+                            yield message
+            finally:
+                await answer.close()
+        if status.failed:
+            yield pb.GenerateResponse()
+
+    async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
+        async def work(_caller: Caller) -> pb.TokenizeResponse:
+            body = await self._calls.body(request, tokenize_body)
+            maker = self._models.of(body.model)
+            model = maker.model(body.model).model
+            return pb.TokenizeResponse(token_ids=await maker.token_ids(body), context=model.context)
+
+        return await self._calls.unary(request, call, work, pb.TokenizeResponse())
+
+    async def detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        async def work(_caller: Caller) -> pb.DetokenizeResponse:
+            body = await self._calls.body(request, detokenize_body)
+            return pb.DetokenizeResponse(text=await self._models.of(body.model).decoded(body))
+
+        return await self._calls.unary(request, call, work, pb.DetokenizeResponse())
+
+    async def list_models(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
+        async def work(_caller: Caller) -> pb.ListModelsResponse:
+            cards = []
+            for maker in self._models.known:
+                model = maker.served()
+                names = (*maker.names(), *sorted(maker.service.fleet.adapters))
+                cards += [pb.Model(name=name, created=model.created, context=model.context) for name in names]
+            return pb.ListModelsResponse(models=cards)
+
+        return await self._calls.unary(request, call, work, pb.ListModelsResponse())
+
+    async def _news(self, answer: Answer, agreed: Terms) -> list[Piece]:
+        """The next pieces. Raises `TimeoutError` where none came in time.
+
+        The time is watched here and not around the stream, which is suspended in whoever reads it.
+        """
+        while True:
+            patience_s = self._keepalive_s
+            if (longest_s := agreed.patience_s) is not None:
+                patience_s = min(patience_s, longest_s)
+                if patience_s <= 0:
+                    raise TimeoutError
+            if pieces := await answer.next(patience_s):
+                return pieces
+
+
+async def _answer(maker: AnswerMaker, body: CompletionBody | ChatBody, caller: Caller) -> tuple[Answer, GrpcVoice]:
+    tokens = maker.service.text.tokens
+    if isinstance(body, ChatBody):
+        answer, _, new_reader = await maker.chat(body, caller.terms)
+        return answer, GrpcVoice(tokens, new_reader)
+    if body.session_id is None:
+        answer, _ = await maker.completion(body, caller.terms)
+    else:
+        answer, _ = await maker.extension(body, body.session_id, caller.account, caller.terms)
+    return answer, GrpcVoice(tokens)

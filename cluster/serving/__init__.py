@@ -1,0 +1,1 @@
+"""What Ray Serve is told: the front, scaling, and who listens."""

@@ -1,0 +1,1 @@
+"""Sessions: histories that clients extend and fork, and who keeps them."""

@@ -1,0 +1,237 @@
+"""The two shapes in which an answer is told: /v1/completions' and /v1/chat/completions', whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Protocol
+
+from cluster.answers.answer import TokenCounts
+from cluster.answers.choice import Piece, ScoredToken
+from cluster.language.detokeniser import TokenBytes
+from cluster.language.message_parts import Part
+from cluster.language.message_reader import MessageReader, NewReader
+from cluster.web.message_wire import delta_of, message_of
+from cluster.web.prompt_voice import PromptVoice, finite
+from planner.request import TokenLogprobs
+from protos import openai_answers as wire
+
+
+class Voice(Protocol):
+    """Turns what an answer says into JSON. Owner: one answer; every text it makes has the same id and time."""
+
+    def chunk(self, piece: Piece) -> bytes | None:
+        """One chunk of a stream; None where the piece has nothing to tell."""
+        ...
+
+    def usage_chunk(self, counts: TokenCounts) -> bytes:
+        """The chunk without choices that closes a stream."""
+        ...
+
+    def whole(self, choices: Sequence[Sequence[Piece]], counts: TokenCounts) -> bytes:
+        """The answer at once: all pieces of every choice, in order."""
+        ...
+
+
+class CompletionVoice:
+    """/v1/completions. `scored`: log probabilities were asked for. `prompt`: tells of prompts and token ids."""
+
+    def __init__(self, model: str, tokens: TokenBytes, prompt: PromptVoice, *, scored: bool) -> None:
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        self._tokens = tokens
+        self._scored = scored
+        self._prompt = prompt
+        self._opened: set[int] = set()
+        self._frame = _Frame(self._envelope([]))
+
+    def chunk(self, piece: Piece) -> bytes | None:
+        if _is_silent(piece) and not (self._prompt.tells_ids and piece.tokens):
+            return None
+        choice = self._choice(piece.index, [piece])
+        if piece.index not in self._opened:
+            self._opened.add(piece.index)
+            choice = choice.model_copy(update=self._prompt.prompt(piece.index))
+        return self._frame.around(choice)
+
+    def usage_chunk(self, counts: TokenCounts) -> bytes:
+        return self._envelope([], counts).to_json()
+
+    def whole(self, choices: Sequence[Sequence[Piece]], counts: TokenCounts) -> bytes:
+        told = [
+            self._choice(index, pieces).model_copy(update=self._prompt.prompt(index))
+            for index, pieces in enumerate(choices)
+        ]
+        return self._envelope(told, counts).to_json()
+
+    def _envelope(self, choices: list[wire.CompletionChoice], counts: TokenCounts | None = None) -> wire.Completion:
+        answer = wire.Completion(
+            id=self._id, object="text_completion", created=self._created, model=self._model, choices=choices
+        )
+        return answer if counts is None else answer.model_copy(update={"usage": usage(counts)})
+
+    def _choice(self, index: int, pieces: Sequence[Piece]) -> wire.CompletionChoice:
+        scores = [score for piece in pieces for score in piece.scores]
+        return wire.CompletionChoice(
+            index=index,
+            text="".join(piece.text for piece in pieces),
+            logprobs=self._logprobs(scores) if self._scored else None,
+            finish_reason=_finish_reason(pieces),
+        ).model_copy(update=self._prompt.tokens(pieces))
+
+    def _logprobs(self, scores: Sequence[ScoredToken]) -> wire.CompletionLogprobs:
+        return wire.CompletionLogprobs(
+            tokens=[self._tokens.name(score.logprobs.token) for score in scores],
+            token_logprobs=[None if (p := score.logprobs.logprob) is None else finite(p) for score in scores],
+            top_logprobs=[self._alternatives(score.logprobs) for score in scores],
+            text_offset=[score.offset for score in scores],
+        )
+
+    def _alternatives(self, score: TokenLogprobs) -> dict[str, float] | None:
+        """The most likely tokens and, as OpenAI has it, the chosen one."""
+        if score.logprob is None:
+            return None
+        pairs = [*score.top, (score.token, score.logprob)]
+        best: dict[str, float] = {}
+        for token, logprob in pairs:
+            best.setdefault(self._tokens.name(token), finite(logprob))
+        return best
+
+
+class ChatVoice:
+    """/v1/chat/completions. A choice's first chunk carries the role.
+
+    `new_reader` makes what finds thoughts and calls of tools in a choice's text; None: all of it is content."""
+
+    def __init__(
+        self,
+        model: str,
+        tokens: TokenBytes,
+        prompt: PromptVoice,
+        *,
+        scored: bool,
+        new_reader: NewReader | None = None,
+    ) -> None:
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        self._tokens = tokens
+        self._scored = scored
+        self._prompt = prompt
+        self._new_reader = new_reader or MessageReader
+        self._readers: dict[int, MessageReader] = {}  # of the choices that have begun
+        self._frame = _Frame(self._chunk())
+
+    def chunk(self, piece: Piece) -> bytes | None:
+        opens = piece.index not in self._readers
+        parts = self._read([piece])
+        tells_ids = self._prompt.tells_ids and piece.tokens
+        if not (opens or parts or piece.scores or tells_ids) and piece.ending is None:
+            return None
+        delta, reason = delta_of(parts, opens=opens), self._finish_reason([piece])
+        choice = wire.ChatChunkChoice(
+            index=piece.index, delta=delta, logprobs=self._logprobs([piece]), finish_reason=reason
+        )
+        news = self._prompt.tokens([piece]) | (self._prompt.prompt(piece.index) if opens else {})
+        return self._frame.around(choice.model_copy(update=news))
+
+    def usage_chunk(self, counts: TokenCounts) -> bytes:
+        return self._chunk().model_copy(update={"usage": usage(counts)}).to_json()
+
+    def whole(self, choices: Sequence[Sequence[Piece]], counts: TokenCounts) -> bytes:
+        told = []
+        for index, pieces in enumerate(choices):
+            parts = self._read(pieces)
+            reason = self._finish_reason(pieces)
+            assert reason is not None, "only finished choices are told at once"
+            told.append(
+                wire.ChatChoice(
+                    index=index,
+                    message=message_of(parts),
+                    logprobs=self._logprobs(pieces),
+                    finish_reason=reason,
+                ).model_copy(update=self._prompt.tokens(pieces))
+            )
+        answer = wire.ChatCompletion(
+            id=self._id,
+            object="chat.completion",
+            created=self._created,
+            model=self._model,
+            choices=told,
+            usage=usage(counts),
+        )
+        return answer.model_copy(update=self._prompt.prompt(0)).to_json()
+
+    def _read(self, pieces: Sequence[Piece]) -> list[Part]:
+        """The parts that the next pieces of one choice turn out to be."""
+        parts: list[Part] = []
+        for piece in pieces:
+            reader = self._readers.get(piece.index) or self._readers.setdefault(piece.index, self._new_reader())
+            parts += reader.push(piece.text)
+            if piece.ending is not None:
+                parts += reader.finish()
+        return parts
+
+    def _finish_reason(self, pieces: Sequence[Piece]) -> wire.FinishReasonName | None:
+        reason = _finish_reason(pieces)
+        return "tool_calls" if reason == "stop" and self._readers[pieces[-1].index].num_calls else reason
+
+    def _chunk(self) -> wire.ChatChunk:
+        return wire.ChatChunk(
+            id=self._id, object="chat.completion.chunk", created=self._created, model=self._model, choices=[]
+        )
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> wire.ChatLogprobs | None:
+        if not self._scored:
+            return None
+        scores = [score.logprobs for piece in pieces for score in piece.scores]
+        return wire.ChatLogprobs(
+            content=[
+                wire.TokenLogprob(
+                    token=self._tokens.name(score.token),
+                    logprob=finite(0.0 if score.logprob is None else score.logprob),
+                    bytes=self._bytes(score.token),
+                    top_logprobs=[
+                        wire.TopLogprob(token=self._tokens.name(token), logprob=finite(p), bytes=self._bytes(token))
+                        for token, p in score.top
+                    ],
+                )
+                for score in scores
+            ],
+            refusal=None,
+        )
+
+    def _bytes(self, token: int) -> list[int] | None:
+        return None if token in self._tokens.special else list(self._tokens.of(token))
+
+
+class _Frame:
+    """The JSON around a chunk's one choice, written once: it is the same for all chunks of a stream."""
+
+    def __init__(self, empty: wire.Completion | wire.ChatChunk) -> None:
+        self._tail = b"]}"
+        self._head = empty.to_json().removesuffix(self._tail)
+
+    def around(self, choice: wire.CompletionChoice | wire.ChatChunkChoice) -> bytes:
+        return self._head + choice.to_json() + self._tail
+
+
+def usage(counts: TokenCounts) -> wire.Usage:
+    """OpenAI's token counts."""
+    return wire.Usage(
+        prompt_tokens=counts.prompt,
+        completion_tokens=counts.completion,
+        total_tokens=counts.prompt + counts.completion,
+        prompt_tokens_details=wire.PromptTokensDetails(cached_tokens=counts.cached),
+    )
+
+
+def _is_silent(piece: Piece) -> bool:
+    return not piece.text and not piece.scores and piece.ending is None
+
+
+def _finish_reason(pieces: Sequence[Piece]) -> wire.FinishReasonName | None:
+    ending = pieces[-1].ending if pieces else None
+    return None if ending is None else ending.value

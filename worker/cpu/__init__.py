@@ -1,0 +1,1 @@
+"""Forwards on the CPU: compiled passes and products."""

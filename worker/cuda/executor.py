@@ -1,0 +1,332 @@
+"""Runs steps on a GPU without waiting for them: what is drawn stays on the device and feeds the next step.
+
+A step of nothing but lone decodes is one replay of a captured graph, however its slices are cut. Any other slice is a
+packed forward, captured for few tokens. Both draw into the decode state, and tokens are copied out behind the step.
+Rows that want more than the device draws by itself (penalties, bias, masks) are drawn from the same logits by
+`worker.sampler`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from planner.request import Request
+from planner.slices import Method, Slice
+from planner.step import Chunk, Step, StepResult
+from worker.attention import Span
+from worker.batch import Batch, Piece, cut, selector
+from worker.cell_image import CellPort
+from worker.cuda.decode import CudaDecode
+from worker.cuda.decode_buffers import next_power_of_2
+from worker.cuda.decode_state import Moment, PendingTokens, SlotEntry
+from worker.cuda.graphs import Draw
+from worker.cuda.host_draws import HostDraws
+from worker.cuda.outcomes import Drawn, StepRun
+from worker.cuda.prefill import PrefillChain
+from worker.cuda.prefill_graphs import PrefillGraphs
+from worker.cuda.prefill_plan import plan_prefill
+from worker.cuda.slots import Slots, slots_needed
+from worker.executor import ProgramInfo
+from worker.logprobs import token_logprobs
+from worker.masks import MaskMaker, NoMasks
+from worker.models.decoder import Decoder
+from worker.pool_growth import PoolGrowth, required_cells
+from worker.swap import SwapSpace, run_swaps
+
+# Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
+_LOGPROB_ROWS = 64
+# Row tables start at a multiple of 128 bytes, so that one compiled kernel serves any number of rows.
+_ALIGNED_ROWS = 32
+
+
+class CudaExecutor:
+    """An `Executor`; see `worker.executor`. Two steps in flight. Everything runs on torch's current stream.
+
+    Where a forward runs out of memory, the chunks that it held fail; any other error of the device is the executor's
+    end. Rows without finite logits fail alone.
+    """
+
+    def __init__(
+        self,
+        info: ProgramInfo,
+        decoder: Decoder,
+        prefill: PrefillChain,
+        decode: CudaDecode,
+        swap: SwapSpace | None = None,
+        growth: PoolGrowth | None = None,
+        grammars: MaskMaker | None = None,
+        port: CellPort | None = None,
+        captured: PrefillGraphs | None = None,
+    ) -> None:
+        """`swap` has as many blocks as `info` says; None for none. `growth` is of a pool that may not have
+        all its cells yet; None where it has. `grammars` are the executor's own from here on; without
+        them no request can have one."""
+        self._info = info
+        self._swap = swap
+        self._port = port
+        self._growth = growth
+        self._decoder = decoder
+        self._prefill = prefill
+        self._captured = captured  # prefills of few tokens
+        self._decode = decode
+        self._device = decoder.device
+        self._shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
+        self._slots = Slots(slots_needed(info.widths[-1]))
+        self._grammars = grammars or NoMasks()
+        self._host_draws = HostDraws(self._grammars, self._upload)
+        self._failed: set[int] = set()  # sequences that the planner does not know yet to have failed
+        self._in_flight: deque[StepRun] = deque()
+
+    @property
+    def info(self) -> ProgramInfo:
+        return self._info
+
+    @property
+    def num_beats(self) -> int:
+        return 0  # its steps are short
+
+    @property
+    def port(self) -> CellPort | None:
+        """Where sequences' cells leave the pool and enter it, between two steps; None where they cannot."""
+        return self._port
+
+    @property
+    def adapters(self) -> None:
+        """It computes with none yet."""
+        return None
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        return 2
+
+    def prepare(self, request: Request) -> None:
+        if request.sampling.grammar is not None:
+            self._grammars.prepare(request.sampling.grammar)
+
+    def launch(self, step: Step) -> None:
+        assert len(self._in_flight) < self.max_steps_in_flight
+        self._slots.drop(step.dropped)
+        self._grammars.drop(step.dropped)
+        self._failed.difference_update(step.dropped)
+        run = StepRun(step.chunks)
+        with torch.inference_mode():
+            run_swaps(self._swap, self._grown_for(step, run))
+            if self._is_decode(step):
+                self._launch_decode(run)
+            else:
+                self._refuse_failed(run)
+                for piece_of in step.slices:
+                    self._launch_slice(piece_of, run)
+        self._in_flight.append(run)
+
+    def collect(self) -> StepResult:
+        with torch.inference_mode():
+            return StepResult(self._in_flight.popleft().outcomes())
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        self._grammars.close()
+
+    def _is_decode(self, step: Step) -> bool:
+        if self._failed or not step.slices or any(piece_of.method is not Method.DECODE for piece_of in step.slices):
+            return False
+        return all(chunk.length == 1 and chunk.samples and chunk.prompt_targets is None for chunk in step.chunks)
+
+    def _grown_for(self, step: Step, run: StepRun) -> Step:
+        """Have cells for the step. Where there is no room, what needs the missing ones fails, and what is left of the
+        step's copies is returned."""
+        if self._growth is None or self._growth.is_done:
+            return step
+        required = required_cells(step)
+        try:
+            self._growth.make_room(required)
+        except torch.OutOfMemoryError as error:
+            num_cells = self._growth.num_cells
+            if num_cells >= required:
+                raise  # it grew, and then its steps could not be captured again
+            lost = {back.sequence_id for back in step.swaps_in if back.cells.max() >= num_cells}
+            lost |= {chunk.sequence_id for chunk in step.chunks if chunk.cells[chunk.start :].max() >= num_cells}
+            self._failed |= lost
+            failed = [index for index, chunk in enumerate(step.chunks) if chunk.sequence_id in lost]
+            run.fail(failed, f"the pool has {num_cells} cells and no memory for {required}: {error}")
+            step = replace(step, swaps_in=tuple(back for back in step.swaps_in if back.sequence_id not in lost))
+        return step
+
+    def _refuse_failed(self, run: StepRun) -> None:
+        """Chunks planned before their sequence's failure was known are not run."""
+        failed = [index for index, chunk in enumerate(run.chunks) if chunk.sequence_id in self._failed]
+        run.fail(failed, "the forward of the step before failed")
+
+    # One graph for all rows.
+
+    def _launch_decode(self, run: StepRun) -> None:
+        chunks, state = run.chunks, self._decode.state
+        slots, cells, masked, entries = [], [], [], []
+        for row, chunk in enumerate(chunks):
+            slot = self._slots.find(chunk.sequence_id)
+            if slot is None:
+                slot = self._slots.take(chunk.sequence_id, chunk.sampling)
+                entries.append(_entry(slot, chunk))
+            slots.append(slot)
+            cells.append(chunk.cells.item(chunk.start))
+            if chunk.masked:
+                masked.append(row)
+        state.enter(entries)
+        special = self._slots.needing_logits(slots)
+        if masked:
+            special = sorted({*special, *masked})
+        draw = Draw.SAMPLED if special or self._slots.any_random(slots) else Draw.GREEDY
+        self._decode.step(slots, cells, draw)
+        logits = None
+        if special:
+            draws = self._host_draws.draws(special, run, self._step_before)  # while the forward runs
+            logits = self._decode.logits(len(slots)).index_select(0, self._upload(special)).float()
+            redrawn = [place for place, draw in enumerate(draws) if draw.changes_logits]
+            if redrawn:
+                rows = [special[place] for place in redrawn]
+                tokens = self._host_draws.redraw(logits, redrawn, draws, rows, state.out_tokens)
+                state.set_last_tokens(self._upload([slots[row] for row in rows]), tokens)
+        pending = state.fetch_tokens(len(slots))
+        run.drawn.append(Drawn.of(range(len(slots)), chunks, pending, special, logits))
+
+    # One packed forward a slice.
+
+    def _launch_slice(self, piece_of: Slice, run: StepRun) -> None:
+        batch = cut(run.chunks, piece_of, wanted=run.is_whole)
+        if batch is None:
+            return
+        drawing = [(piece, row) for piece in batch.pieces if (row := piece.sampled_row) is not None]
+        # The library has other kernels for each number of rows, and loads one when it is first used: few numbers, which
+        # `warm_up` has all tried.
+        least = max(self._info.min_prefill_tokens, min(next_power_of_2(len(drawing)), self._info.widths[-1]))
+        drawn_rows = selector([row for _, row in drawing], piece_of.method, least)
+        target_rows = [row for piece in batch.pieces for row in piece.target_rows]
+        pooled_rows = [row for piece in batch.pieces for row in piece.pooled_rows]
+        try:
+            hidden = self._forward(batch, [*drawn_rows, *target_rows, *pooled_rows])
+            if drawing:
+                self._draw_rows([piece for piece, _ in drawing], hidden[: len(drawn_rows)], run)
+            if target_rows:
+                self._score_prompts(batch.pieces, hidden[len(drawn_rows) :], run)
+            if pooled_rows:
+                self._pool(batch.pieces, hidden[len(drawn_rows) + len(target_rows) :], run)
+        except torch.OutOfMemoryError as error:
+            run.fail((piece.index for piece in batch.pieces), f"the forward did not fit into the GPU's memory: {error}")
+            self._failed.update(piece.chunk.sequence_id for piece in batch.pieces)
+
+    def _forward(self, batch: Batch, rows: Sequence[int]) -> Tensor:
+        """[K, E]: what the last layer gives in `rows`."""
+        spans = [Span(p.row, p.start, p.length, p.chunk.cells[: p.start + p.length]) for p in batch.pieces]
+        captured = self._captured
+        if captured is not None and not captured.takes(spans, len(rows)):
+            captured = None
+        tokens = self._upload(batch.tokens) if captured is None else captured.place(spans, batch.tokens, rows)
+        fed = [piece for piece in batch.pieces if piece.chunk.tokens is None]
+        if fed:
+            slots = self._upload([self._slot_of(piece.chunk) for piece in fed])
+            drawn = self._decode.state.last_token.index_select(0, slots)
+            tokens.index_copy_(0, self._upload([piece.row for piece in fed]), drawn.long())
+        if captured is not None:
+            return captured.hidden()
+        plan = plan_prefill(spans, self._shared_heads, self._device)
+        return self._prefill.hidden(tokens, plan, self._upload(rows))
+
+    def _draw_rows(self, pieces: Sequence[Piece], hidden: Tensor, run: StepRun) -> None:
+        """Draw for pieces that end their chunks; `hidden` has their rows, and maybe some that nobody reads."""
+        num_rows = len(pieces)
+        logits = self._decoder.logits(hidden)[:num_rows]
+        slots = self._upload(self._enter(pieces))
+        outputs = torch.empty((2, _aligned(num_rows)), dtype=torch.int32, device=self._device)
+        self._decode.draw(logits, slots.int(), outputs[0, :num_rows], outputs[1, :num_rows])
+        chunks = [piece.chunk for piece in pieces]
+        indices = [piece.index for piece in pieces]
+        draws = self._host_draws.draws(indices, run, self._step_before)  # while the forward runs
+        redrawn = [row for row, draw in enumerate(draws) if draw.changes_logits]
+        if redrawn:
+            self._host_draws.redraw(logits, redrawn, draws, redrawn, outputs[0])
+        self._decode.state.set_last_tokens(slots, outputs[0, :num_rows])
+        pending = self._fetch(outputs, num_rows)
+        scored = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs is not None]
+        kept = logits.index_select(0, self._upload(scored)) if scored else None
+        run.drawn.append(Drawn.of(indices, run.chunks, pending, scored, kept))
+
+    def _enter(self, pieces: Sequence[Piece]) -> list[int]:
+        """Put the sequences of drawing chunks into slots, as they are after the chunk; their tokens follow."""
+        slots, entries = [], []
+        for piece in pieces:
+            chunk, first = piece.chunk, piece.chunk.start
+            slot = self._slots.find(chunk.sequence_id)
+            if slot is None:
+                slot, first = self._slots.take(chunk.sequence_id, chunk.sampling), 0
+            length = chunk.start + chunk.length
+            slots.append(slot)
+            entries.append(SlotEntry(slot, length, chunk.cells[first:length], None, chunk.sampling, first))
+        self._decode.state.enter(entries)
+        return slots
+
+    def _score_prompts(self, pieces: Sequence[Piece], hidden: Tensor, run: StepRun) -> None:
+        """`hidden` has the rows of all targets in order. Waits for the device: these are rare, and many."""
+        at = 0
+        for piece in pieces:
+            num_top = piece.chunk.sampling.logprobs or 0
+            for first in range(0, len(piece.targets), _LOGPROB_ROWS):
+                targets = piece.targets[first : first + _LOGPROB_ROWS].tolist()
+                logits = self._decoder.logits(hidden[at + first : at + first + len(targets)])
+                if not bool(logits.sum().isfinite()):
+                    run.fail([piece.index], "the forward gave logits that are not finite")
+                    self._failed.add(piece.chunk.sequence_id)
+                    break
+                run.score_prompt(piece.index, token_logprobs(logits, targets, [num_top] * len(targets)))
+            at += len(piece.targets)
+
+    def _pool(self, pieces: Sequence[Piece], hidden: Tensor, run: StepRun) -> None:
+        """`hidden` has the rows of all pieces that pool, in order."""
+        at = 0
+        for piece in pieces:
+            if num_rows := len(piece.pooled_rows):
+                run.pool(piece.index, self._decoder.normed(hidden[at : at + num_rows]).float().sum(dim=0))
+                at += num_rows
+
+    # Both.
+
+    def _fetch(self, outputs: Tensor, num_rows: int) -> PendingTokens:
+        host = torch.empty(outputs.shape, dtype=outputs.dtype, pin_memory=self._device.type == "cuda")
+        host.copy_(outputs, non_blocking=True)
+        ready = Moment(self._device)
+        ready.record()
+        tokens, bad = host[:, :num_rows].numpy()
+        return PendingTokens(tokens, bad, ready)
+
+    @property
+    def _step_before(self) -> StepRun | None:
+        """Of the step that is being launched."""
+        return self._in_flight[-1] if self._in_flight else None
+
+    def _slot_of(self, chunk: Chunk) -> int:
+        slot = self._slots.find(chunk.sequence_id)
+        assert slot is not None, "a token that only the device knows was drawn for no slot"
+        return slot
+
+    def _upload(self, values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
+        """int64[n] on the device, without waiting for it."""
+        tensor = torch.from_numpy(np.asarray(values, dtype=np.int64))
+        if self._device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _entry(slot: int, chunk: Chunk) -> SlotEntry:
+    """A sequence whose lone token `chunk` is the first that it decodes in a slot."""
+    assert chunk.tokens is not None, "a token that only the device knows was drawn for no slot"
+    return SlotEntry(slot, chunk.start, chunk.cells[: chunk.start], int(chunk.tokens[0]), chunk.sampling)
+
+
+def _aligned(num_rows: int) -> int:
+    return -(-num_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS

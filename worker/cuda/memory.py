@@ -1,0 +1,222 @@
+"""Makes a CUDA executor, and gives its pool the memory that is left when everything else has run once.
+
+What graphs, scratch tensors and activations take is not computed but measured: a trial with a small pool captures all
+widths and runs the widest prefill, and then the device says what is free.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planner.errors import InvalidConfiguration
+from planner.request import SamplingParams
+from planner.slices import Method, Slice
+from planner.step import Chunk, Step, SwapIn, SwapOut
+from worker.cell_image import CellLayout
+from worker.cell_rows import cell_dtype
+from worker.config import EngineConfig
+from worker.cuda.decode import CudaDecode
+from worker.cuda.executor import CudaExecutor
+from worker.cuda.graphs import DecodeGraphs, LaunchedSteps
+from worker.cuda.mover import CudaMover
+from worker.cuda.prefill import PrefillChain
+from worker.cuda.prefill_graphs import PREFILL_WIDTHS, PrefillGraphs
+from worker.cuda.swap import PinnedSwap
+from worker.executor import ProgramInfo
+from worker.kernels import CellCopier
+from worker.kv_pool import KvPool
+from worker.masks import MaskMaker
+from worker.models.decoder import Decoder
+from worker.models.rope_tables import rope_tables
+from worker.pool_growth import PoolGrowth
+from worker.pool_port import PoolPort
+
+logger = logging.getLogger(__name__)
+
+Make = Callable[[int], CudaExecutor]
+"""An executor with a pool of so many cells, that has run once."""
+
+
+def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decoder, grammars: MaskMaker) -> CudaExecutor:
+    """Size the pool (unless `config.max_cells` says how large it is), capture all widths, and run everything once.
+
+    Raises `InvalidConfiguration` where the memory does not hold one context's cells, or not `max_cells`.
+    """
+    began = time.perf_counter()
+    cos, sin = rope_tables(decoder.config.rope, decoder.config.head_dim, info.context)
+    rotary = cos.to(decoder.device), sin.to(decoder.device)
+
+    def make(num_cells: int, initial_cells: int | None = None) -> CudaExecutor:
+        wanted = replace(info, num_cells=num_cells)
+        executor = make_cuda_executor(wanted, decoder, rotary, initial_cells, grammars, with_graphs=config.cuda_graph)
+        warm_up(executor, initial_cells or num_cells)
+        return executor
+
+    try:
+        num_cells = config.max_cells or _cells_that_fit(make, info, decoder.device, config)
+        captured = time.perf_counter()
+        executor = make(num_cells, initial_cells(config, num_cells))
+    except torch.OutOfMemoryError as error:
+        raise InvalidConfiguration(
+            f"the GPU's memory does not hold the pool and the work beside the weights: {error}",
+            param="gpu_memory_utilization" if config.max_cells is None else "max_cells",
+        ) from error
+    logger.info("sized in %.1f s, captured in %.1f s", captured - began, time.perf_counter() - captured)
+    return executor
+
+
+def initial_cells(config: EngineConfig, num_cells: int) -> int | None:
+    """Cells that a pool of at most `num_cells` begins with; None for all of them. Raises `InvalidConfiguration`."""
+    initial = config.kv_initial_cells
+    if initial is not None and initial > num_cells:
+        raise InvalidConfiguration(
+            f"kv_initial_cells is {initial}, and the whole pool has {num_cells} cells", param="kv_initial_cells"
+        )
+    return initial if initial != num_cells else None
+
+
+def make_cuda_executor(
+    info: ProgramInfo,
+    decoder: Decoder,
+    rotary: tuple[Tensor, Tensor],
+    initial_cells: int | None = None,
+    grammars: MaskMaker | None = None,
+    *,
+    with_graphs: bool = True,
+) -> CudaExecutor:
+    """An executor with a pool of `info.num_cells`, or one that grows to that from `initial_cells`. `rotary`: cos and
+    sin, float32 [context, head_dim / 2]. `with_graphs`: whether steps are captured, where they can be."""
+    num_cells = initial_cells or info.num_cells
+    dtype = cell_dtype(info.cell_dtype, decoder.dtype)
+    pool = KvPool(info.num_layers, num_cells, info.num_kv_heads, info.head_dim, dtype, decoder.device)
+    capture = DecodeGraphs if with_graphs else LaunchedSteps
+    decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths, capture=capture)
+    prefill = PrefillChain(decoder.config, decoder.weights, rotary, pool)
+    captured = captured_prefills(info, decoder, prefill, pool) if with_graphs else None
+    swap = _swap_space(info, pool)
+
+    def moved() -> None:
+        decode.rebind(pool)
+        if captured is not None:
+            captured.rebind()
+        if swap is not None:
+            swap.rebind(_copier(pool))
+
+    growth = PoolGrowth(pool, info.num_cells, moved)
+    port = PoolPort(CudaMover(pool), CellLayout.of(info), growth.make_room)
+    return CudaExecutor(info, decoder, prefill, decode, swap, growth, grammars, port, captured)
+
+
+def captured_prefills(info: ProgramInfo, decoder: Decoder, prefill: PrefillChain, pool: KvPool) -> PrefillGraphs | None:
+    """Prefills of the usual widths, as far as a program has them."""
+    widths = [width for width in PREFILL_WIDTHS if width <= info.max_prefill_tokens]
+    if not widths:
+        return None
+    shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
+    return PrefillGraphs(prefill, widths, max_rows=info.widths[-1], shared_heads=shared_heads, pool=pool)
+
+
+def _copier(pool: KvPool) -> CellCopier:
+    return CellCopier([*pool.keys, *pool.values])
+
+
+def _swap_space(info: ProgramInfo, pool: KvPool) -> PinnedSwap | None:
+    """Its kernels are compiled here, not in the middle of the first preemption."""
+    if not info.swap_blocks:
+        return None
+    space = PinnedSwap(_copier(pool), info.swap_blocks, info.swap_block_cells)
+    block, cell = np.zeros(1, np.int32), np.array([pool.scratch_cell], np.int32)
+    space.copy_out(SwapOut(cell, block))
+    space.copy_in(SwapIn(1, block, cell))
+    return space
+
+
+def warm_up(executor: CudaExecutor, num_cells: int) -> None:
+    """Run what is slow or large the first time: the widest prefill that `num_cells` hold with as many draws as there
+    may be, one long chunk beside a lone token, a decode, and prefills with each number of rows. Leaves nothing behind
+    but what cells hold."""
+    info = executor.info
+    room = min(info.max_prefill_tokens, num_cells)
+    draws = min(info.widths[-1], room)
+    each = min(room // draws, info.context - 1)
+    longest = max(1, min(room, info.context) - 1)
+    batches = [[each] * draws, [longest, 1] if longest < room else [1], [1]]
+    # The library has kernels of its own for each number of rows, and loads them when they are first used.
+    few = min(room, 2 * PREFILL_WIDTHS[-1])
+    for exponent in range(min(draws, few).bit_length()):
+        number = 1 << exponent
+        batches.append([min(few // number, info.context - 1)] * number)
+    held: tuple[int, ...] = ()
+    for number, lengths in enumerate(batches):
+        method = Method.PREFILL if sum(lengths) > 1 else Method.DECODE
+        chunks = _chunks(lengths)
+        executor.launch(Step(number, chunks, (Slice(0, sum(lengths), method),), held))
+        executor.collect()
+        held = tuple(chunk.sequence_id for chunk in chunks)
+    executor.launch(Step(len(batches), (), (), held))
+    executor.collect()
+
+
+def _cells_that_fit(make: Make, info: ProgramInfo, device: torch.device, config: EngineConfig) -> int:
+    """Run a trial with a small pool, and see what it leaves. A pool that grows needs room for the old one
+    beside the last one: for half of it, or for the first one where that is larger."""
+    utilization = config.gpu_memory_utilization
+    weight_bytes = torch.cuda.memory_allocated(device)
+    free_before = _free_bytes(device)
+    trial_cells = info.max_prefill_tokens
+    trial = make(trial_cells)
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    del trial
+    _free_bytes(device)
+    trial_bytes = (trial_cells + 1) * info.bytes_per_cell
+    affordable = free + trial_bytes - int(total * (1 - utilization))
+    num_cells = max(0, affordable // info.bytes_per_cell - 1)
+    if config.kv_initial_cells is not None:
+        num_cells = max(0, min(num_cells * 2 // 3, num_cells - config.kv_initial_cells))
+    logger.info(
+        "of %d bytes: weights %d, graphs and largest forward %d, pool %d in %d cells",
+        total, weight_bytes, free_before - free - trial_bytes, num_cells * info.bytes_per_cell, num_cells,
+    )  # fmt: skip
+    if num_cells < info.context:
+        raise InvalidConfiguration(
+            f"{affordable} bytes are left for the pool: {num_cells} cells of {info.bytes_per_cell} bytes, and a "
+            f"context is {info.context}; lower max_model_len or max_prefill_tokens, or raise gpu_memory_utilization "
+            f"({utilization})",
+            param="max_model_len",
+        )
+    return num_cells
+
+
+def _free_bytes(device: torch.device) -> int:
+    """After everything that nobody uses any more went back."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def _chunks(lengths: list[int]) -> tuple[Chunk, ...]:
+    """Drawing chunks of these lengths, in the first cells of the pool."""
+    ends = list(itertools.accumulate(lengths))
+    return tuple(
+        Chunk(
+            sequence_id=-end,  # ids of real sequences are positive
+            start=0,
+            length=length,
+            cells=np.arange(end - length, end, dtype=np.int32),
+            tokens=np.zeros(length, dtype=np.int64),
+            samples=True,
+            sampling=SamplingParams(),
+        )
+        for length, end in zip(lengths, ends, strict=True)
+    )

@@ -1,0 +1,100 @@
+"""The layers of a packed prefill forward on the GPU: few launches a layer, nothing kept but cells.
+
+The maths is `worker.models.decoder`'s, which the tests compare it with; here the norms of heads, the rotation and the
+write to cells are one kernel, and so are add-and-norm and SwiGLU's product. Matrix products are the vendor library's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from worker.cuda.decode_buffers import next_power_of_2
+from worker.cuda.norm import add_norm_kernel, silu_kernel
+from worker.cuda.prefill_attention import attend
+from worker.cuda.prefill_plan import PrefillPlan
+from worker.cuda.write_cells import rotate_and_write
+from worker.kv_pool import KvPool
+from worker.models.config import ModelConfig
+from worker.models.layers import rms_norm
+from worker.models.weights import DecoderWeights
+
+_SILU_BLOCK = 1024
+
+
+class PrefillChain:
+    """One model's prefill forwards over one pool. `rotary`: cos and sin, float32 [context, head_dim / 2]."""
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, rotary: tuple[Tensor, Tensor], pool: KvPool
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._cos, self._sin = rotary
+        self._pool = pool
+
+    def hidden(self, tokens: Tensor, plan: PrefillPlan, rows: Tensor) -> Tensor:
+        """Run all layers over `tokens` int64[T], laid out as in `plan`. Returns rows `rows`, int64[K], of what the
+        last layer gives: [K, E], before the last norm.
+
+        Keys and values of all tokens are in their cells afterwards; beyond them the last layer runs only the rows
+        asked for. Raises torch's `OutOfMemoryError` where the activations do not fit.
+        """
+        config, layers = self._config, self._weights.layers
+        residual = functional.embedding(tokens, self._weights.embedding)
+        normed = rms_norm(residual, layers[0].attention_norm, config.norm_eps)
+        for index, layer in enumerate(layers):
+            attended = self._attended(index, functional.linear(normed, layer.qkv, layer.qkv_bias), plan)
+            if index + 1 == len(layers):
+                attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
+                normed = torch.empty_like(residual)
+            projected = functional.linear(attended, layer.output)
+            self._add_norm(projected, layer.output_bias, residual, layer.mlp_norm, normed)
+            gate_up = functional.linear(normed, layer.gate_up)
+            projected = functional.linear(self._gated(gate_up, layer.gate_up_bias), layer.down)
+            if index + 1 < len(layers):
+                self._add_norm(projected, layer.down_bias, residual, layers[index + 1].attention_norm, normed)
+            else:
+                residual += projected if layer.down_bias is None else projected.add_(layer.down_bias)
+        return residual
+
+    def _attended(self, index: int, qkv: Tensor, plan: PrefillPlan) -> Tensor:
+        config, layer = self._config, self._weights.layers[index]
+        keys, values = self._pool.layer(index)
+        query, attended = qkv.new_empty((2, len(qkv), config.num_heads, config.head_dim)).unbind()
+        rotate_and_write(
+            qkv, plan.positions, plan.new_cells, self._cos, self._sin, keys, values, query,
+            layer.query_norm, layer.key_norm, config.norm_eps,
+        )  # fmt: skip
+        attend(query, keys, values, plan, attended, config.windows[index])
+        return attended.view(len(qkv), -1)
+
+    def _add_norm(self, added: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, normed: Tensor) -> None:
+        """`residual` += `added` (+ `bias`); `normed` = its norm."""
+        num_rows, hidden = residual.shape
+        if num_rows == 0:
+            return
+        add_norm_kernel[(num_rows,)](
+            added, 0, norm if bias is None else bias, residual, norm, normed, self._config.norm_eps,
+            HIDDEN=hidden, BLOCK=next_power_of_2(hidden), SPLITS=1, HAS_BIAS=bias is not None,
+            **_plain(8 if hidden > 1024 else 4),
+        )  # fmt: skip
+
+    def _gated(self, gate_up: Tensor, bias: Tensor | None) -> Tensor:
+        ffn = self._config.intermediate_size
+        active = gate_up.new_empty((len(gate_up), ffn))
+        if len(active) == 0:
+            return active
+        silu_kernel[(-(-ffn // _SILU_BLOCK), len(gate_up))](
+            gate_up, gate_up if bias is None else bias, active, FFN=ffn, BLOCK=_SILU_BLOCK, HAS_BIAS=bias is not None,
+            **_plain(4),
+        )  # fmt: skip
+        return active
+
+
+def _plain(warps: int) -> dict[str, Any]:
+    """A launch that waits for the one before to end, as a launch does by itself."""
+    return {"PDL": False, "num_warps": warps}

@@ -1,0 +1,160 @@
+"""Captured prefill forwards of a few widths, for steps whose launches would take longer than their work.
+
+A prompt of a hundred tokens beside some decodes is a millisecond or two of work and hundreds of launches. Here the same
+forward is captured for some numbers of tokens; a step runs in the narrowest that holds it, padded with tokens that go
+to the scratch cell and are read by nobody. What a replay reads lies at fixed addresses and is uploaded before it. Not
+for wide prefills: they keep the device busy for longer than launching them takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planner.request import TokenArray
+from worker.attention import Span
+from worker.cuda.decode_state import StagingRing
+from worker.cuda.graphs import captured
+from worker.cuda.prefill_plan import LONG_ROWS, SHORT_ROWS, WIDE_ROWS, PrefillPlan, plan_parts
+from worker.kv_pool import KvPool
+
+PREFILL_WIDTHS = (16, 32, 64, 128, 256, 512, 1024)
+# Cells of all chunks of a captured forward together; their list is a megabyte.
+MAX_CELLS = 2**18
+# Every table starts at a multiple of 16 bytes, as `prefill_plan` lays them out, too.
+_ALIGNED = 4
+_NO_CHUNK = -1
+
+
+class Prefill(Protocol):
+    """`worker.cuda.prefill.PrefillChain`, or something around it."""
+
+    def hidden(self, tokens: Tensor, plan: PrefillPlan, rows: Tensor) -> Tensor: ...
+
+
+Forward = Callable[[], Tensor]
+Capture = Callable[[Forward], Forward]
+"""Makes a forward ready to run again and again; what a run returns lasts until the next one."""
+
+
+class PrefillGraphs:
+    """Owner of all that captured prefills read, but weights and pool. Owner and only caller: the executor."""
+
+    def __init__(
+        self,
+        prefill: Prefill,
+        widths: Sequence[int],
+        *,
+        max_rows: int,
+        shared_heads: int,
+        pool: KvPool,
+        capture: Capture | None = None,
+    ) -> None:
+        """`widths` ascend. A forward gives at most `max_rows` rows, and writes to `pool`. Capture while nothing else
+        runs on the device."""
+        self._prefill, self._widths, self._pool, self._capture = prefill, tuple(widths), pool, capture
+        self._max_rows, self._shared_heads = max_rows, shared_heads
+        widest, device = self._widths[-1], pool.keys.device
+        self._tokens = torch.zeros(widest, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._table = torch.zeros(sum(_sizes(widest, shared_heads)), dtype=torch.int32, device=device)
+        self._cells = torch.zeros(MAX_CELLS, dtype=torch.int32, device=device)
+        self._staged_numbers = StagingRing((widest + max_rows,), torch.int64, device)
+        self._staged_tables = StagingRing((len(self._table) + MAX_CELLS,), torch.int32, device)
+        self._width, self._num_rows = widest, 0
+        self._forwards: dict[int, Forward] = {}
+        self.rebind()
+
+    def rebind(self) -> None:
+        """Capture all forwards, again if the pool has moved."""
+        self._forwards = {}  # the old graphs' memory serves the new ones
+        capture = self._capture or _captures()
+        for width in reversed(self._widths):
+            self._upload_table(width, [])
+            self._forwards[width] = capture(self._forward(width))
+
+    def takes(self, spans: Sequence[Span], num_rows: int) -> bool:
+        """Whether a captured forward holds these chunks and gives so many rows."""
+        num_tokens = sum(span.length for span in spans)
+        num_cells = sum(span.start + span.length for span in spans)
+        fits = num_tokens <= self._widths[-1] and num_cells <= MAX_CELLS
+        return fits and num_rows <= min(self._max_rows, self._widths[-1])
+
+    def place(self, spans: Sequence[Span], tokens: TokenArray, rows: Sequence[int]) -> Tensor:
+        """Upload what the next `hidden` reads, of chunks that it takes. Returns the tokens on the device, int64, which
+        may be changed until then."""
+        self._width = next(width for width in self._widths if width >= max(len(tokens), len(rows)))
+        self._num_rows = len(rows)
+        self._upload_table(self._width, spans)
+        staging, copied = self._staged_numbers.take()
+        host, widest = staging.numpy(), len(self._tokens)
+        host[: len(tokens)], host[len(tokens) : self._width] = tokens, 0
+        host[widest : widest + len(rows)], host[widest + len(rows) :] = rows, 0
+        self._tokens[: self._width].copy_(staging[: self._width], non_blocking=True)
+        self._rows.copy_(staging[widest:], non_blocking=True)
+        copied.record()
+        return self._tokens[: len(tokens)]
+
+    def hidden(self) -> Tensor:
+        """What the last layer gives in the rows that were placed: [K, E], until the next forward."""
+        return self._forwards[self._width]()[: self._num_rows]
+
+    def _forward(self, width: int) -> Forward:
+        sizes = _sizes(width, self._shared_heads)
+        chunks, positions, new_cells, *tiles = torch.split(self._table[: sum(sizes)], sizes)
+        wide, long, short = (table.view(-1, 2) for table in tiles)
+        plan = PrefillPlan(
+            width, self._shared_heads, chunks.view(-1, 4), self._cells, positions, new_cells, wide, long, short
+        )
+        tokens = self._tokens[:width]
+        prefill, rows = self._prefill, self._rows[: min(self._max_rows, width)]
+        return lambda: prefill.hidden(tokens, plan, rows)
+
+    def _upload_table(self, width: int, spans: Sequence[Span]) -> None:
+        sizes = _sizes(width, self._shared_heads)
+        unused = (0, 0, self._pool.scratch_cell, _NO_CHUNK, _NO_CHUNK, _NO_CHUNK)
+        staging, copied = self._staged_tables.take()
+        host, num_cells = staging.numpy(), 0
+        if spans:
+            chunks, cells, *others = plan_parts(spans, self._shared_heads)
+            parts, num_cells = [chunks, *others], len(cells)
+            host[sum(sizes) : sum(sizes) + num_cells] = cells
+        else:
+            parts = [np.empty(0, np.int32)] * len(sizes)
+        begin = 0
+        for part, size, filler in zip(parts, sizes, unused, strict=True):
+            host[begin : begin + part.size] = part.ravel()
+            host[begin + part.size : begin + size] = filler
+            begin += size
+        self._table[:begin].copy_(staging[:begin], non_blocking=True)
+        self._cells[:num_cells].copy_(staging[begin : begin + num_cells], non_blocking=True)
+        copied.record()
+
+
+def _sizes(width: int, shared_heads: int) -> list[int]:
+    """Entries of the tables of so many tokens: chunks, positions, new cells, and wide, long and short tiles. Of each
+    kind as many tiles as there may be: a chunk's last one need not be full."""
+    rows, least = width * shared_heads, SHORT_ROWS + 1
+    wide = rows * 3 // (2 * WIDE_ROWS)  # rows / WIDE_ROWS, and one more for each chunk of 2 WIDE_ROWS
+    long = rows * (LONG_ROWS + least) // (LONG_ROWS * least)  # likewise
+    entries = (4 * width, width, width, 2 * wide, 2 * long, 2 * width)
+    return [-(-size // _ALIGNED) * _ALIGNED for size in entries]
+
+
+def _captures() -> Capture:
+    memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def capture(forward: Forward) -> Forward:
+        graph, result = captured(forward, memory, stream)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    return capture
