@@ -31,14 +31,14 @@ def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 async def talk(page: Page, key: str) -> None:
-    """Open the service with its key, and ask for two answers; ends while they are being written."""
+    """Open the service with its key, and ask for two answers, longer than a few looks at the fleet; ends meanwhile."""
     await page.get_by_label("This service has keys").fill(key)
     await page.keyboard.press("Enter")
     await expect(page.locator("#state")).to_have_text("ready", timeout=PATIENCE_MS)
     await page.get_by_label("Answers").fill("2")
-    await page.get_by_label("Most tokens").fill("60")
+    await page.get_by_label("Most tokens").fill("400")
     await page.get_by_label("Seed").fill("7")
-    await page.get_by_label("Message").fill("What is a honeycomb?")
+    await page.get_by_label("Message").fill("Write a long essay on honeycombs, bees and wax.")
     await page.get_by_label("Message").press("Control+Enter")
     await expect(page.locator(".answer p").first).not_to_be_empty(timeout=PATIENCE_MS)
     await expect(page.locator("tbody tr")).to_have_count(2, timeout=PATIENCE_MS)
