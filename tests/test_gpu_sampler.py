@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl  # noqa: E402
 
 from planner.request import SamplingParams  # noqa: E402
-from worker import gpu_race  # noqa: E402
+from worker.cuda import race as gpu_race  # noqa: E402
 from worker.cuda.sampler import GpuSampler  # noqa: E402
 from worker.race import arrival_times  # noqa: E402
 from worker.sampler import Draw, sample  # noqa: E402
