@@ -16,7 +16,6 @@ from cluster.batches.runner import BatchRunner
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
 from cluster.gateway_model import GatewayModel
-from cluster.keeper_link import KeeperLink
 from cluster.language.text import TextModel, load_text
 from cluster.models import Models
 from cluster.routing.router import Predictions
@@ -24,6 +23,7 @@ from cluster.rpc.api import GrpcApi
 from cluster.rpc.health import Health
 from cluster.rpc.methods import GrpcMethods
 from cluster.serving.listing import follow_listing
+from cluster.sessions.keeper_link import KeeperLink
 from cluster.sessions.owner import ScopedOwner
 from cluster.telemetry.activity import Activity, activity
 from cluster.telemetry.ray_metrics import RayMetrics

@@ -21,7 +21,7 @@ from cluster.adapters.store import KvAdapterStore
 from cluster.checkpoints import resolve
 from cluster.config import ServiceConfig
 from cluster.engine_factory import make_engine
-from cluster.node_address import node_address
+from cluster.serving.node_address import node_address
 from cluster.serving.scaling import load_report
 from cluster.telemetry.metric import Source
 from cluster.telemetry.ray_metrics import RayMetrics

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from cluster.remote_sessions import ANSWER_WITHIN_S, RemoteOwner
-from cluster.session_server import SessionServer
 from cluster.sessions.histories import SessionLimits, Sessions
 from cluster.sessions.owner import LocalOwner, SessionOwner
+from cluster.sessions.remote import ANSWER_WITHIN_S, RemoteOwner
+from cluster.sessions.server import SessionServer
 
 LIMITS = SessionLimits(max_sessions=4096, max_per_account=1024, idle_s=600.0)
 SECRET = "a secret of these tests"

@@ -18,13 +18,13 @@ from cryptography import x509
 
 from cluster.access.certificates import FRONT
 from cluster.cli import main
-from cluster.remote_sessions import RemoteOwner
 from cluster.routing.membership import Member
 from cluster.routing.router import Router
 from cluster.routing.streams import Streams
 from cluster.serving.front import free_ports
-from cluster.session_server import SessionServer
 from cluster.sessions.histories import Sessions
+from cluster.sessions.remote import RemoteOwner
+from cluster.sessions.server import SessionServer
 from planner.errors import InvalidConfiguration, Unavailable
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc

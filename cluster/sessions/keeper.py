@@ -1,7 +1,7 @@
 """The owner of a fleet's sessions as a Serve deployment of one replica.
 
 Serve places, checks and replaces it, and tells gateways where it listens; what they ask goes over gRPC, as tokens do
-(`cluster.session_server`). Sessions live in its memory: when it ends, all of them are unknown from then on.
+(`cluster.sessions.server`). Sessions live in its memory: when it ends, all of them are unknown from then on.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from pydantic import SecretStr
 from ray import serve
 
-from cluster.node_address import node_address
-from cluster.session_server import SessionServer
+from cluster.serving.node_address import node_address
 from cluster.sessions.histories import SessionLimits, Sessions
+from cluster.sessions.server import SessionServer
 from worker.tls import server_credentials
 
 

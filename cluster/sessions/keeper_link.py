@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cluster.remote_sessions import RemoteOwner
 from cluster.routing.membership import Members, board_key, follow_members
+from cluster.sessions.remote import RemoteOwner
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle

@@ -10,8 +10,8 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from cluster.session_wire import begun_from_proto, session_from_proto
 from cluster.sessions.histories import Begun, SessionView
+from cluster.sessions.wire import begun_from_proto, session_from_proto
 from planner.errors import RequestRefused, Unavailable
 from protos import sessions_pb2 as pb
 from protos import sessions_pb2_grpc

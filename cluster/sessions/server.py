@@ -9,8 +9,8 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from cluster.session_wire import begun_to_proto, session_to_proto
 from cluster.sessions.histories import Sessions
+from cluster.sessions.wire import begun_to_proto, session_to_proto
 from planner.errors import InvalidRequest, RequestRefused
 from protos import sessions_pb2 as pb
 from protos import sessions_pb2_grpc
