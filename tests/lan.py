@@ -152,6 +152,8 @@ class Lan:
         host.boot(self._keep, f"127.0.0.1 localhost\n{names}")
         card = f"02:00:00:00:00:{int(host.address.rpartition('.')[2]):02x}"  # the same each time, as others remember it
         cable = f"{host.name} type veth peer name eth0 address {card} netns {host.one.pid}"
+        # The kernel frees the network of a host that was killed in its own time, and the old cable with it.
+        self._switch.shell(f"ip link delete {host.name} 2>/dev/null || true")
         self._switch.shell(f"ip link add {cable} && ip link set {host.name} master switch up")
         host.one.shell(f"ip address add {host.address}/24 dev eth0 && ip link set eth0 up")
         wait_until(lambda: _listens(host.address, SSH_PORT), START_S, f"{host.name} has an sshd")
