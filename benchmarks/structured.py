@@ -7,9 +7,11 @@
 
     python -m benchmarks.structured --model smollm2-135m --num-schemas 500
     python -m benchmarks.structured --model smollm2-135m --layers 2   # random weights: the same vocabulary, little else
+    python -m benchmarks.structured --model smollm2-135m --shape llama-8b --device cuda   # a large model's steps
     python -m benchmarks.structured --no-model   # only the grammars, over the model's vocabulary
 
-`--layers` writes a small Llama with random weights over the model's own vocabulary. Unset, the real model runs.
+`--layers` writes a small Llama with random weights over the model's own vocabulary, `--shape` one of the shapes that
+the GPU's figures are of. With neither the real model runs.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 
+from benchmarks.against_vllm import SHAPES
 from benchmarks.record import record
 from cluster.answers.structured import check_form, json_form
 from cluster.checkpoints import resolve
@@ -179,26 +182,36 @@ def first(rig: Rig, repeats: int) -> dict[str, float]:
 
 
 @contextmanager
-def checkpoint(path: Path, text: TextModel, layers: int | None) -> Iterator[tuple[str, LoadFormat]]:
-    """The model's path and its load format."""
-    if layers is None:
+def checkpoint(path: Path, sizes: dict[str, Any] | None) -> Iterator[tuple[str, LoadFormat]]:
+    """The model's path and its load format; with `sizes`, of a model with random weights."""
+    if sizes is None:
         yield str(path), "auto"
         return
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": text.vocab_size,
-            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-            "tie_word_embeddings": False,
-        }  # fmt: skip
         (Path(folder) / "config.json").write_text(json.dumps(sizes))
         yield folder, "dummy"
+
+
+def _sizes(text: TextModel, layers: int | None, shape: str | None) -> dict[str, Any] | None:
+    """What `config.json` says of the model with random weights that was asked for, if one was."""
+    if shape is not None:
+        return SHAPES[shape] | {"vocab_size": text.vocab_size}
+    if layers is None:
+        return None
+    return {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": text.vocab_size,
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--layers", type=int)
+    random_weights = parser.add_mutually_exclusive_group()
+    random_weights.add_argument("--layers", type=int)
+    random_weights.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--no-model", action="store_true", help="only the grammars, drawn from evenly")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--num-schemas", type=int, default=500)
@@ -213,7 +226,7 @@ def main() -> None:
         told = {"model": args.model, "num_schemas": args.num_schemas, "vocab_size": text.vocab_size}
         record("structured-no-model", told, {"walks": walks(text, args.num_schemas)}, keep=not args.trial)
         return
-    with checkpoint(path, text, args.layers) as (model, load_format):
+    with checkpoint(path, _sizes(text, args.layers, args.shape)) as (model, load_format):
         config = EngineConfig(
             model=model, device=args.device, load_format=load_format, max_cells=65_536, num_threads=args.num_threads
         )
@@ -227,7 +240,11 @@ def main() -> None:
         info = executor.info
         told = vars(args) | {"batch": BATCH, "dtype": info.dtype, "vocab_size": info.vocab_size}
         executor.close()
-    kind = "structured" if args.layers is None else f"structured-{args.layers}-layers"
+    kind = "structured"
+    if args.shape is not None:
+        kind += f"-{args.shape}"
+    elif args.layers is not None:
+        kind += f"-{args.layers}-layers"
     record(f"{kind}-{args.device}", told, figures, keep=not args.trial)
 
 

@@ -5,8 +5,9 @@ A row that asks for nothing special pays for nothing: a batch of greedy rows is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from planner.request import SamplingParams, TokenArray
 from worker.race import Race, torch_race
+
+Upload: TypeAlias = Callable[[npt.NDArray[Any]], Tensor]
+"""Brings an array to the device that logits are on."""
 
 # How many of the largest probabilities are sorted at first; rows that keep more of them sort all.
 _FIRST_SORTED = 256
@@ -38,7 +42,12 @@ class Draw:
 
     @property
     def changes_logits(self) -> bool:
-        return bool(self.masked or self.sampling.logit_bias or self.sampling.needs_history or self.allowed is not None)
+        return self.changes_scores or self.allowed is not None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether `adjust` has something to do."""
+        return bool(self.masked or self.sampling.logit_bias or self.sampling.needs_history)
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], race: Race = torch_race) -> Tensor:
@@ -51,7 +60,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], race: Race = torch_race) -> Te
     if changed:
         logits = logits.clone()
         for row in changed:
-            adjust(logits[row], draws[row])
+            adjust(logits[row], draws[row], lambda values: torch.from_numpy(values).to(logits.device))
         forbid(logits, draws)
     random = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
     if not random:
@@ -65,8 +74,8 @@ def sample(logits: Tensor, draws: Sequence[Draw], race: Race = torch_race) -> Te
     return tokens
 
 
-def adjust(logits: Tensor, draw: Draw) -> None:
-    """Apply penalties, bias and masks to one row float32[vocab_size] in place.
+def adjust(logits: Tensor, draw: Draw, upload: Upload) -> None:
+    """Apply penalties, bias and masks to one row float32[vocab_size] in place. `upload` brings an array to its device.
 
     Repetition (Keskar et al. 2019, "CTRL") reads prompt and answer; frequency and presence read the answer alone.
     """
@@ -74,24 +83,24 @@ def adjust(logits: Tensor, draw: Draw) -> None:
     if sampling.needs_history:
         assert draw.history is not None, "a draw with penalties needs the tokens before it"
         if sampling.repetition_penalty != 1.0:
-            seen = torch.from_numpy(np.unique(draw.history)).to(logits.device)
+            seen = upload(np.unique(draw.history))
             scores, penalty = logits[seen], sampling.repetition_penalty
             logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
         if sampling.frequency_penalty or sampling.presence_penalty:
             generated, counts = np.unique(draw.history[draw.num_prompt :], return_counts=True)
             penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
-            ids = torch.from_numpy(generated).to(logits.device)
-            logits[ids] -= torch.from_numpy(penalties).to(logits)
+            logits.index_add_(0, upload(generated), upload(-penalties).to(logits.dtype))
         if banned := _banned(sampling, draw.history[draw.num_prompt :].tolist()):
-            logits[torch.tensor(banned, device=logits.device)] = -torch.inf
+            _forbid_ids(logits, banned, upload)
     if sampling.logit_bias:
-        logits.index_add_(
-            0,
-            torch.tensor([token for token, _ in sampling.logit_bias], device=logits.device),
-            torch.tensor([bias for _, bias in sampling.logit_bias], dtype=logits.dtype, device=logits.device),
-        )
+        ids, biases = zip(*sampling.logit_bias, strict=True)
+        logits.index_add_(0, upload(np.array(ids)), upload(np.array(biases)).to(logits.dtype))
     if draw.masked:
-        logits[torch.tensor(sorted(draw.masked), device=logits.device)] = -torch.inf
+        _forbid_ids(logits, sorted(draw.masked), upload)
+
+
+def _forbid_ids(logits: Tensor, ids: Sequence[int], upload: Upload) -> None:
+    logits.index_fill_(0, upload(np.array(ids)), -torch.inf)
 
 
 def _banned(sampling: SamplingParams, generated: list[int]) -> list[int]:

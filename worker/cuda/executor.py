@@ -2,8 +2,8 @@
 
 A step of nothing but lone decodes is one replay of a captured graph, however its slices are cut. Any other slice is a
 packed forward, captured for few tokens. Both draw into the decode state, and tokens are copied out behind the step.
-Rows that want more than the device draws by itself (penalties, bias, masks) are drawn from the same logits by
-`worker.sampler`.
+Rows that want more than the device draws by itself (penalties, bias, masks) are drawn again, from the same logits
+changed (`host_draws`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +81,7 @@ class CudaExecutor:
         self._shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
         self._slots = Slots(slots_needed(info.widths[-1]))
         self._grammars = grammars or NoMasks()
-        self._host_draws = HostDraws(self._grammars, self._upload)
+        self._host_draws = HostDraws(self._grammars, decode.draw, self._upload_array)
         self._failed: set[int] = set()  # sequences that the planner does not know yet to have failed
         self._in_flight: deque[StepRun] = deque()
 
@@ -191,8 +192,9 @@ class CudaExecutor:
             redrawn = [place for place, draw in enumerate(draws) if draw.changes_logits]
             if redrawn:
                 rows = [special[place] for place in redrawn]
-                tokens = self._host_draws.redraw(logits, redrawn, draws, rows, state.out_tokens)
-                state.set_last_tokens(self._upload([slots[row] for row in rows]), tokens)
+                at = [slots[row] for row in rows]
+                tokens = self._host_draws.redraw(logits, redrawn, draws, at, rows, state.out_tokens)
+                state.set_last_tokens(self._upload(at), tokens)
         pending = state.fetch_tokens(len(slots))
         run.drawn.append(Drawn.of(range(len(slots)), chunks, pending, special, logits))
 
@@ -242,7 +244,8 @@ class CudaExecutor:
         """Draw for pieces that end their chunks; `hidden` has their rows, and maybe some that nobody reads."""
         num_rows = len(pieces)
         logits = self._decoder.logits(hidden)[:num_rows]
-        slots = self._upload(self._enter(pieces))
+        entered = self._enter(pieces)
+        slots = self._upload(entered)
         outputs = torch.empty((2, _aligned(num_rows)), dtype=torch.int32, device=self._device)
         self._decode.draw(logits, slots.int(), outputs[0, :num_rows], outputs[1, :num_rows])
         chunks = [piece.chunk for piece in pieces]
@@ -250,7 +253,7 @@ class CudaExecutor:
         draws = self._host_draws.draws(indices, run, self._step_before)  # while the forward runs
         redrawn = [row for row, draw in enumerate(draws) if draw.changes_logits]
         if redrawn:
-            self._host_draws.redraw(logits, redrawn, draws, redrawn, outputs[0])
+            self._host_draws.redraw(logits, redrawn, draws, [entered[row] for row in redrawn], redrawn, outputs[0])
         self._decode.state.set_last_tokens(slots, outputs[0, :num_rows])
         pending = self._fetch(outputs, num_rows)
         scored = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs is not None]
@@ -316,7 +319,10 @@ class CudaExecutor:
 
     def _upload(self, values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
         """int64[n] on the device, without waiting for it."""
-        tensor = torch.from_numpy(np.asarray(values, dtype=np.int64))
+        return self._upload_array(np.asarray(values, dtype=np.int64))
+
+    def _upload_array(self, values: npt.NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(values)
         if self._device.type != "cuda":
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -1,28 +1,39 @@
-"""Draws that want more than the device does by itself: penalties, bias, masks, grammars. `worker.sampler` makes them,
-from the logits of the same forward.
+"""Draws that want more than the device does by itself: penalties, bias, masks, grammars. Their logits are changed, a
+copy of those of the same forward, and then drawn from by the device's sampler again.
 
-Owner and only caller: the executor. A grammar must know the token before, so its rows may wait for the step before.
+Owner and only caller: the executor. A grammar must know the token before, so its rows may wait for the step before;
+nothing else here waits, so that the device goes from the forward to these draws by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from planner.errors import GrammarFailed
 from planner.step import Chunk
+from worker.cuda.forbid import forbid_rows
 from worker.cuda.outcomes import StepRun
 from worker.masks import BitMask, MaskMaker, constrained_row
-from worker.sampler import Draw, sample
+from worker.sampler import Draw, adjust
+
+Upload = Callable[[npt.NDArray[Any]], Tensor]
+"""Brings an array to the device without waiting for it."""
+DrawRows = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""See `worker.cuda.decode.CudaDecode.draw`."""
 
 
 class HostDraws:
-    """`grammars` are the executor's, which tells them who comes and goes. `upload` brings row numbers to the device
-    without waiting for it."""
+    """`grammars` are the executor's, which tells them who comes and goes."""
 
-    def __init__(self, grammars: MaskMaker, upload: Callable[[Sequence[int]], Tensor]) -> None:
+    def __init__(self, grammars: MaskMaker, draw_rows: DrawRows, upload: Upload) -> None:
         self._grammars = grammars
+        self._draw_rows = draw_rows
         self._upload = upload
 
     def draws(self, indices: Sequence[int], run: StepRun, before: StepRun | None) -> list[Draw]:
@@ -32,12 +43,29 @@ class HostDraws:
         return [_draw(run.chunks[index], masks.get(index)) for index in indices]
 
     def redraw(
-        self, logits: Tensor, places: Sequence[int], draws: Sequence[Draw], rows: Sequence[int], out_tokens: Tensor
+        self,
+        logits: Tensor,
+        places: Sequence[int],
+        draws: Sequence[Draw],
+        slots: Sequence[int],
+        rows: Sequence[int],
+        out_tokens: Tensor,
     ) -> Tensor:
         """Do the draws of `places`, rows of `logits`, of `draws` of all its rows; into rows `rows` of `out_tokens`.
-        Returns what was drawn."""
-        tokens = sample(logits.index_select(0, self._upload(places)), [draws[place] for place in places])
-        out_tokens.index_copy_(0, self._upload(rows), tokens.int())
+
+        `slots`, one a place, have the settings, and lengths that count the row's own position already. Returns what was
+        drawn, int32[len(places)]. Whether a forward's logits were finite was said by its first draw.
+        """
+        chosen = logits.index_select(0, self._upload(_ids(places))).float()
+        changes = [draws[place] for place in places]
+        for row, draw in enumerate(changes):
+            if draw.changes_scores:
+                adjust(chosen[row], draw, self._upload)
+        masks = {row: draw.allowed for row, draw in enumerate(changes) if draw.allowed is not None}
+        forbid_rows(chosen, masks, self._upload)
+        tokens, bad = (torch.empty(len(places), dtype=torch.int32, device=logits.device) for _ in range(2))
+        self._draw_rows(chosen, self._upload(np.array(slots, dtype=np.int32)), tokens, bad)
+        out_tokens.index_copy_(0, self._upload(_ids(rows)), tokens)
         return tokens
 
     def _masks(self, indices: Sequence[int], run: StepRun, before: StepRun | None) -> dict[int, BitMask]:
@@ -65,3 +93,7 @@ def _draw(chunk: Chunk, mask: BitMask | None) -> Draw:
     """`mask` has what is not to be drawn before `min_tokens` left out already."""
     masked = chunk.masked if mask is None else frozenset()
     return Draw(chunk.sampling, chunk.start + chunk.length, chunk.history, chunk.num_prompt, masked, mask)
+
+
+def _ids(rows: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.array(rows, dtype=np.int64)
