@@ -21,7 +21,8 @@ from protos import worker_pb2_grpc
 from tests.fakes import FakeExecutor, fake_limits
 from worker import wire
 from worker.engine import Engine
-from worker.serving import SERVER_OPTIONS, DataPlaneServer
+from worker.serving import DataPlaneServer
+from worker.wire import SERVER_OPTIONS
 
 SECRET = "a secret of this test"
 FOREVER = 900

@@ -34,7 +34,7 @@ pytestmark = [
 UP: Final = f"ray up -y {CLUSTER}"
 WORKER: Final = "ServeReplica:raycomb:Worker"
 PATIENCE_S: Final = 240.0
-NUM_TOKENS: Final = 32
+NUM_TOKENS: Final = 128
 PROMPTS: Final = ("The capital of France is", "1, 2, 3, 4, 5,", "Once upon a time,", "Water boils at")
 
 
@@ -140,7 +140,7 @@ def undisturbed(service: RayUp) -> list[str]:
 
 
 def test_clients_outside_are_answered_by_http_and_grpc(undisturbed: list[str]) -> None:
-    assert all(len(text) > NUM_TOKENS for text in undisturbed)
+    assert all(len(text) > NUM_TOKENS // 2 for text in undisturbed)  # some tokens are half a character
 
 
 def test_every_host_with_a_worker_lets_clients_in(service: RayUp) -> None:
@@ -155,16 +155,26 @@ async def test_streams_go_on_when_a_cable_is_cut_and_another_host_dies(
     """For a while no worker may be left, until Serve has made one on the head."""
     cut_off = next(host for host in hosts_with_worker(service) if host is not service.head)
     (dying,) = [worker for worker in service.workers if worker is not cut_off]
-    disturbances: list[tuple[int, Callable[[], None]]] = [(10, lambda: network.cut(cut_off)), (40, dying.kill)]
+    engines = cut_off.processes(WORKER)
+
+    def cut() -> None:
+        for engine in engines:
+            engine.suspend()  # no engine is so fast that its answers are over before the cable is out
+        network.cut(cut_off)
+        for engine in engines:
+            engine.resume()
+
+    disturbances: list[tuple[int, Callable[[], None]]] = [(10, cut), (40, dying.kill)]
 
     def disturb(num_characters: int) -> None:
         if disturbances and num_characters >= disturbances[0][0]:
             disturbances.pop(0)[1]()
 
     clients = Clients(service.head, disturb)
-    texts = await asyncio.wait_for(clients.ask(), PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        texts = await clients.ask()
     assert not disturbances
-    assert clients.longest_pause_s > 1, "nobody was on the hosts that were lost"
+    assert clients.longest_pause_s > 1, "all answers of the hosts that were lost were over before"
     assert texts == undisturbed
 
 

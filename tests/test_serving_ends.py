@@ -13,7 +13,8 @@ from planner.request import FinishReason, SamplingParams
 from tests.data_plane import FOREVER, PATIENCE_S, SECRET, attached, holding, serving, wire_that_goes_silent
 from tests.fakes import FakeExecutor, expected_tokens, fake_info, fake_request
 from tests.recorder import Recorder
-from worker.serving import SERVER_OPTIONS, DataPlaneServer
+from worker.serving import DataPlaneServer
+from worker.wire import SERVER_OPTIONS
 
 
 @pytest.mark.parametrize("secret", [None, "", "wrong", SECRET + "!", SECRET[:-1]])

@@ -6,7 +6,6 @@ Runs on an event loop beside the engine's thread. Not for clients: gateways are,
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -29,15 +28,6 @@ from worker.totals import Totals
 
 logger = logging.getLogger(__name__)
 
-SERVER_OPTIONS = (
-    *wire.CHANNEL_OPTIONS,
-    # Gateways ping a quiet worker; that is wanted and no abuse.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_ping_strikes", 0),
-    # Two workers of one node on one port must be an error, not a lottery.
-    ("grpc.so_reuseport", 0),
-)
-
 Context = Any  # grpc.aio.ServicerContext[pb.Command, pb.StepUpdates]; grpc ships no types
 
 
@@ -56,7 +46,7 @@ class DataPlaneServer:
         max_num_seqs: int,
         host: str,
         port: int = 0,
-        options: Sequence[tuple[str, int]] = SERVER_OPTIONS,
+        options: Sequence[tuple[str, int]] = wire.SERVER_OPTIONS,
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         """`host` is the address to bind, that gateways reach; port 0 takes a free one. `options` are gRPC's. Without
@@ -133,7 +123,7 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
         self._sent = asyncio.Event()
 
     async def Attach(self, commands: AsyncIterator[pb.Command], context: Context) -> None:  # noqa: N802 - gRPC's name
-        if not self._knows_secret(context):
+        if not wire.knows_secret(context.invocation_metadata(), self._secret):
             self._note_stranger(context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{wire.SECRET_METADATA} is missing or wrong")
         outbox = Outbox()
@@ -213,10 +203,6 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
         report = StepReport((), self._engine.snapshot, totals=self._engine.totals)
         for outbox in self._outboxes:
             self._add(report, outbox, draining=draining)
-
-    def _knows_secret(self, context: Context) -> bool:
-        given = dict(context.invocation_metadata() or ()).get(wire.SECRET_METADATA, "")
-        return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._secret)
 
 
 def _submit(submit: pb.Submit, client: Client, outbox: Outbox) -> None:

@@ -5,6 +5,7 @@ Used by worker and gateway alike, so it is free of torch and of grpc. Not for HT
 
 from __future__ import annotations
 
+import hmac
 import math
 import time
 from collections.abc import Iterable
@@ -35,7 +36,17 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""Options of the gateway's channel and, with those of `worker.serving` on top, of the worker's server."""
+"""Options of the gateway's channels, to workers and to the owner of sessions."""
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *CHANNEL_OPTIONS,
+    # Gateways ping who is quiet; that is wanted and no abuse.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Two servers of one node on one port must be an error, not a lottery.
+    ("grpc.so_reuseport", 0),
+)
+"""Options of the servers at the other ends."""
 
 TO_WIRE = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -51,6 +62,12 @@ POOLING_TO_WIRE = {
     Pooling.MEAN: pb.POOLING_MEAN,
 }
 POOLING_FROM_WIRE = {wire: pooling for pooling, wire in POOLING_TO_WIRE.items()}
+
+
+def knows_secret(metadata: Iterable[tuple[str, str | bytes]] | None, secret: bytes) -> bool:
+    """Whether a call's `metadata` has the application's secret; takes as long whatever it has instead."""
+    given = dict(metadata or ()).get(SECRET_METADATA, "")
+    return hmac.compare_digest(given.encode() if isinstance(given, str) else given, secret)
 
 
 def request_to_proto(request_id: int, request: Request) -> pb.Submit:

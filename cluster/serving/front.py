@@ -20,9 +20,12 @@ from planner.errors import InvalidConfiguration
 
 DEFAULT_GRPC_PORT = 9000
 EVERY_ADDRESS = ("0.0.0.0", "::")
-FIRST_HTTP_PORT, FIRST_GRPC_PORT = 30_000, 40_000
+PORTS_TO_CHOOSE_FROM = range(20_000, 26_000)
+FIRST_HTTP_PORT, FIRST_GRPC_PORT = 30_000, 26_000
 PORTS_OF_A_BLOCK, NUM_BLOCKS = 100, 20
-PORTS_TO_CHOOSE_FROM = range(20_000, FIRST_HTTP_PORT)
+"""All below 32768, from where on Linux gives ports to whoever asks for any. Each replica of Serve's has a gRPC server
+with such a port, and a gateway's own server shares its port with another that lets it (Serve's wish that it should not
+comes as text, which gRPC ignores): then some of a gateway's calls end there as UNIMPLEMENTED."""
 
 HAPROXY_SETTINGS = {
     # It cuts what is older than this when its set of gateways changes; no answer takes so long.

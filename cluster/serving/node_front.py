@@ -15,9 +15,9 @@ from cluster.serving.haproxy_script import haproxy_script
 
 FOLDER = Path.home() / ".raycomb"
 HTTP_PORTS: Final = (29_000, 29_999)
-GRPC_PORTS: Final = (39_000, 39_999)
-"""Where HAProxy finds the gateways, the last included: beside the ports of every service of one terminal, since gRPC
-servers of two services share a port silently."""
+GRPC_PORTS: Final = (28_000, 28_999)
+"""Where HAProxy finds the gateways, the last included: beside the ports of every service of one terminal and of all
+that take any port, since gRPC servers share a port silently (`cluster.serving.front`)."""
 
 
 def node_environment(folder: Path) -> dict[str, str]:

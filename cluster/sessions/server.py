@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
-from typing import Any, Final
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,17 +13,9 @@ from cluster.sessions.wire import begun_to_proto, session_to_proto
 from planner.errors import InvalidRequest, RequestRefused
 from protos import sessions_pb2 as pb
 from protos import sessions_pb2_grpc
-from worker.wire import CHANNEL_OPTIONS, SECRET_METADATA, error_to_proto
+from worker.wire import SECRET_METADATA, SERVER_OPTIONS, error_to_proto, knows_secret
 
 logger = logging.getLogger(__name__)
-
-SERVER_OPTIONS: Final = (
-    *CHANNEL_OPTIONS,
-    # Gateways ping while nobody asks anything; that is wanted and no abuse.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),
-)
 
 Context = Any  # grpc.aio.ServicerContext[pb.Question, pb.Answer]; grpc ships no types
 
@@ -65,8 +56,7 @@ class _Answers(sessions_pb2_grpc.SessionKeeperServicer):
         self._secret = secret.encode()
 
     async def Ask(self, question: pb.Question, context: Context) -> pb.Answer:  # noqa: N802 - gRPC's name
-        given = dict(context.invocation_metadata()).get(SECRET_METADATA, "")
-        if not hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._secret):
+        if not knows_secret(context.invocation_metadata(), self._secret):
             logger.warning("refused a question from %s: it lacks the secret", context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{SECRET_METADATA} is missing or wrong")
         try:

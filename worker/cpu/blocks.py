@@ -50,7 +50,7 @@ def _load(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
     return builder.load(pointer, align=4 if kind is not _BYTES else 1)
 
 
-def _spread(builder: Any, scalar: Any) -> Any:
+def spread(builder: Any, scalar: Any) -> Any:
     """`scalar` in all lanes."""
     none = ir.Constant(_FLOATS, ir.Undefined)
     first = builder.insert_element(none, scalar, ir.Constant(_INT, 0))
@@ -127,7 +127,7 @@ def _tile_code(
                     for row in range(num_rows):
                         other = builder.load(builder.gep(others, [ir.Constant(_INDEX, column * num_rows + row)]))
                         place = sums[row][column % num_sums]
-                        total = builder.call(fma, [_spread(builder, other), weights, builder.load(place)])
+                        total = builder.call(fma, [spread(builder, other), weights, builder.load(place)])
                         builder.store(total, place)
         for row in range(num_rows):
             total = functools.reduce(builder.fadd, [builder.load(place) for place in sums[row]])

@@ -1,7 +1,7 @@
 """Passes of a decode on the CPU in float32, compiled: one for all that lies between two matrix products.
 
 A decode of few rows is so short that calls of torch show: of a 135M model's step of one row they were half. Products
-are in `cpu_linear`. `models.decoder` does the same in plain torch, and is what these are compared with.
+are in `worker.cpu.linear`. `models.decoder` does the same in plain torch, and is what these are compared with.
 """
 
 from __future__ import annotations
@@ -85,6 +85,19 @@ def exp_of_negative(x: np.float32) -> np.float32:
 
 
 @numba.njit(nogil=True, fastmath=FAST_MATH)
+def to_shares(weights: Floats) -> None:
+    """The softmax of each row of `weights` [G, positions]."""
+    for head in range(len(weights)):
+        shares = weights[head]
+        largest = shares.max()
+        total = np.float32(0)
+        for i in range(len(shares)):
+            shares[i] = exp_of_negative(shares[i] - largest)
+            total += shares[i]
+        shares *= _ONE / total
+
+
+@numba.njit(nogil=True, fastmath=FAST_MATH)
 def attend_head(scaled: Floats, keys: Floats, values: Floats, cells: Integers, kv_head: int, mixed: Floats) -> None:
     """Query heads `scaled` [G, D] of one key/value head over `cells` of `keys`, `values` [cells, J, D]; to `mixed`."""
     shared, head_dim = scaled.shape
@@ -97,14 +110,7 @@ def attend_head(scaled: Floats, keys: Floats, values: Floats, cells: Integers, k
             for d in range(head_dim):
                 score += scaled[g, d] * key[d]
             weights[g, i] = score
-    for g in range(shared):
-        shares = weights[g]
-        largest = shares.max()
-        total = np.float32(0)
-        for i in range(num_seen):
-            shares[i] = exp_of_negative(shares[i] - largest)
-            total += shares[i]
-        shares *= np.float32(1) / total
+    to_shares(weights)
     mixed[:] = np.float32(0)
     for i in range(num_seen):
         value = values[cells[i], kv_head]

@@ -10,13 +10,13 @@ import functools
 from typing import Any
 
 import numba
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils as numba_cgutils
 from numba.extending import intrinsic
 
-from worker.cpu.decode import FAST_MATH, exp_of_negative
+from worker.cpu.blocks import spread
+from worker.cpu.decode import to_shares
 from worker.cpu.pointers import CompiledCode, compiled_code, floats_at
 from worker.models.blocks import LANES
 
@@ -76,11 +76,6 @@ class _Writer:
         first = self.builder.mul(self.num_seen, ir.Constant(_INDEX, head))
         return self.builder.gep(self.weights, [self.builder.add(first, index)])
 
-    def spread(self, scalar: Any) -> Any:
-        none = ir.Constant(_FLOATS, ir.Undefined)
-        first = self.builder.insert_element(none, scalar, ir.Constant(_INT, 0))
-        return self.builder.shuffle_vector(first, none, ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES))
-
 
 def _write_scores(writer: _Writer) -> None:
     builder = writer.builder
@@ -109,7 +104,7 @@ def _write_mix(writer: _Writer) -> None:
     with cgutils.for_range(builder, writer.num_seen, intp=_INDEX) as seen:
         value = writer.of_cell(seen.index)
         for head in range(writer.shared):
-            weight = writer.spread(builder.load(writer.weight(head, seen.index)))
+            weight = spread(builder, builder.load(writer.weight(head, seen.index)))
             for at, of_value in enumerate(value):
                 place = sums[head * writer.num_vectors + at]
                 builder.store(builder.call(writer.fma, [weight, of_value, builder.load(place)]), place)
@@ -149,19 +144,6 @@ _score: Any = _cell_loop(_write_scores)
 _mix: Any = _cell_loop(_write_mix)
 
 
-@numba.njit(nogil=True, fastmath=FAST_MATH)
-def _to_shares(weights: Any) -> None:
-    """The softmax of each row."""
-    for head in range(len(weights)):
-        shares = weights[head]
-        largest = shares.max()
-        total = np.float32(0)
-        for i in range(len(shares)):
-            shares[i] = exp_of_negative(shares[i] - largest)
-            total += shares[i]
-        shares *= np.float32(1) / total
-
-
 @functools.cache
 def compile_heads(head_dim: int, shared: int) -> CompiledCode:
     """Compile it for `shared` query heads, or load it from numba's cache on disk. `head_dim` is a multiple of LANES.
@@ -174,7 +156,7 @@ def compile_heads(head_dim: int, shared: int) -> CompiledCode:
         queries: int, keys: int, values: int, cell_size: int, cells: int, num_seen: int, weights: int, mixed: int
     ) -> None:
         _score(queries, keys, cells, num_seen, weights, cell_size, head_dim, shared)
-        _to_shares(numba.carray(floats_at(weights), (shared, num_seen)))  # type: ignore[attr-defined]
+        to_shares(numba.carray(floats_at(weights), (shared, num_seen)))  # type: ignore[attr-defined]
         _mix(mixed, values, cells, num_seen, weights, cell_size, head_dim, shared)
 
     return compiled_code(attend, 8)

@@ -1,6 +1,6 @@
 """A program's decode method on the GPU: the state of decoding sequences, and a captured step for every width.
 
-Not for deciding who decodes: `cuda_executor` says which rows run, and reads what came of them.
+Not for deciding who decodes: `worker.cuda.executor` says which rows run, and reads what came of them.
 """
 
 from __future__ import annotations

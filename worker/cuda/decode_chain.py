@@ -1,7 +1,7 @@
 """Launches one whole decode step: embedding, layers, LM head, the drawn token and its feedback. Capturable.
 
 `DecodeChain.run` only launches kernels on torch's current stream, with addresses and sizes that depend on nothing but
-the width, so a captured run can be replayed for any sequences. The kernels are in `gpu_norm`, `gpu_gemv`, `gpu_linear`
+the width, so a captured run can be replayed for any sequences. The kernels are in `norm`, `gemv`, `linear`
 and `decode_attention`; which of them a width uses is `decode_plan`'s choice.
 """
 

@@ -3,7 +3,7 @@
 A program owns a few output columns and all of their weights, so nothing is reduced across programs. The RMS norms cost
 no launch of their own: whoever writes the residual also writes residual * norm_weight and one partial sum of squares a
 program, and the next linear multiplies its result by the reciprocal root mean square. This needs bfloat16's range,
-since the product is stored before it is normalised. Wider steps: `gpu_linear`.
+since the product is stored before it is normalised. Wider steps: `worker.cuda.linear`.
 
 Launched as programmatic dependents, kernels load their first weights before they wait for the kernel before them;
 everything that is not a weight is read after the wait.

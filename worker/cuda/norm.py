@@ -25,7 +25,7 @@ def embed_kernel(
 ):  # fmt: skip
     """Starts a step: row r takes its slot's last token, enters its new cell into the slot's cell table, and writes the
     token's embedding as residual. `normed` gets the first layer's input: normalised, or (SCALED, one row) only
-    multiplied by the norm's weight, with the sum of squares in `sums`, as `gpu_gemv` wants it. If PIECES, attention's
+    multiplied by the norm's weight, with the sum of squares in `sums`, as `gemv` wants it. If PIECES, attention's
     work is listed too."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
