@@ -21,12 +21,14 @@ from tests.decode_reference import random_weights
 from worker.attention import TorchAttention
 from worker.cell_image import CellLayout
 from worker.cell_rows import SCALED, packed_rows, unpacked_rows
+from worker.cuda.adapted_prefill import Adapted, AdaptedPrefill
 from worker.cuda.decode import Capture, CudaDecode, Steps
 from worker.cuda.decode_shape import decode_shape
 from worker.cuda.executor import CudaExecutor
 from worker.cuda.graphs import DecodeGraphs, Draw, LaunchedSteps
+from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.prefill import PrefillChain
-from worker.cuda.prefill_graphs import PrefillGraphs
+from worker.cuda.prefill_graphs import Prefill, PrefillGraphs
 from worker.executor import Executor, ProgramInfo
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool, bytes_per_cell
@@ -147,24 +149,38 @@ def cuda_executor(
     captures: Capture | None = None,
     captured_widths: tuple[int, ...] = (),
     cell_dtype: torch.dtype | None = None,
+    adapters: CudaLoraSlots | None = None,
 ) -> CudaExecutor:
     """`prefill` may put something around the executor's prefill chain. A `pool` with fewer cells than `num_cells`
     grows."""
     swaps = {"swap_blocks": swap_blocks, "swap_block_cells": swap_block_cells}
     info, config = model.info(num_cells, widths, max_prefill_tokens, **swaps), model.decoder.config
     pool = pool or model.pool(num_cells, cell_dtype=cell_dtype)
-    decode = CudaDecode(config, model.decoder.weights, model.rotary, pool, widths, capture=captures or Captures())
+    decode = CudaDecode(
+        config, model.decoder.weights, model.rotary, pool, widths, capture=captures or Captures(), adapters=adapters
+    )
     chain = prefill(PrefillChain(config, model.decoder.weights, model.rotary, pool))
     swap = swap_space(info, pool)
-    captured = None
-    if captured_widths:
-        captured = PrefillGraphs(
-            chain, captured_widths, max_rows=widths[-1], shared_heads=config.num_heads // config.num_kv_heads,
-            pool=pool, capture=(lambda forward: forward) if INTERPRETED else None,
-        )  # fmt: skip
-    growth = PoolGrowth(pool, num_cells, lambda: rebind(pool, decode, swap, captured))
+    captured = _captured(chain, captured_widths, widths[-1], config, pool)
+    adapted = None
+    if adapters is not None:
+        beside = AdaptedPrefill(chain, adapters, max_prefill_tokens)
+        adapted = Adapted(adapters, beside, _captured(beside, captured_widths, widths[-1], config, pool))
+    graphs = [each for each in (captured, adapted and adapted.captured) if isinstance(each, PrefillGraphs)]
+    growth = PoolGrowth(pool, num_cells, lambda: rebind(pool, decode, swap, graphs))
     port = pool_port(pool, CellLayout.of(info), growth)
-    return CudaExecutor(info, model.decoder, chain, decode, swap, growth, grammars, port, captured)
+    return CudaExecutor(info, model.decoder, chain, decode, swap, growth, grammars, port, captured, adapted)
+
+
+def _captured(
+    prefill: Prefill, captured_widths: tuple[int, ...], max_rows: int, config: ModelConfig, pool: KvPool
+) -> PrefillGraphs | None:
+    if not captured_widths:
+        return None
+    return PrefillGraphs(
+        prefill, captured_widths, max_rows=max_rows, shared_heads=config.num_heads // config.num_kv_heads, pool=pool,
+        capture=(lambda forward: forward) if INTERPRETED else None,
+    )  # fmt: skip
 
 
 def pool_port(pool: KvPool, layout: CellLayout, growth: PoolGrowth) -> PoolPort:
@@ -175,10 +191,10 @@ def pool_port(pool: KvPool, layout: CellLayout, growth: PoolGrowth) -> PoolPort:
     return PoolPort(CudaMover(pool), layout, growth.make_room)
 
 
-def rebind(pool: KvPool, decode: CudaDecode, swap: SwapSpace | None, captured: PrefillGraphs | None) -> None:
+def rebind(pool: KvPool, decode: CudaDecode, swap: SwapSpace | None, captured: Sequence[PrefillGraphs]) -> None:
     decode.rebind(pool)
-    if captured is not None:
-        captured.rebind()
+    for graphs in captured:
+        graphs.rebind()
     if not (swap is None or isinstance(swap, HostSwap)):
         from worker.cuda.swap import PinnedSwap
         from worker.kernels import CellCopier

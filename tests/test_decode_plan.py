@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from worker.cuda.decode_buffers import DecodeBuffers
-from worker.cuda.decode_plan import Chain, DecodePlan, plan_decode
+from worker.cuda.decode_plan import Chain, DecodePlan, adapted, plan_decode
 from worker.cuda.decode_shape import DecodeShape
 
 BF16 = torch.bfloat16
@@ -32,6 +32,17 @@ ODD = DecodeShape(
 SHAPES = {"llama-8b": LLAMA_8B, "qwen3-0.6b": QWEN3_06B, "smollm2": SMOLLM2, "odd": ODD}
 WIDTHS = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 256)
 SHARED_MEMORY_BYTES = 227 * 1024
+
+
+@pytest.mark.parametrize(("name", "width"), list(itertools.product(SHAPES, WIDTHS)))
+def test_steps_with_adapters_have_whole_products_and_the_same_attention(name: str, width: int) -> None:
+    plan = plan_decode(SHAPES[name], width, hopper=True)
+    beside = adapted(plan)
+    assert beside.chain is Chain.LIBRARY
+    assert beside.attention == plan.attention
+    buffers = DecodeBuffers(SHAPES[name], width, [plan, beside], torch.device("meta"))
+    buffers.fits(SHAPES[name], width, plan)
+    buffers.fits(SHAPES[name], width, beside)
 
 
 @pytest.mark.parametrize(("name", "width"), list(itertools.product(SHAPES, WIDTHS)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from planner.request import SamplingParams
-from worker.cuda.decode_state import RING, DecodeState, SlotEntry
+from worker.cuda.decode_state import NO_ADAPTER, RING, DecodeState, SlotEntry
 
 CPU = torch.device("cpu")
 
@@ -30,6 +30,17 @@ def test_rows_that_nobody_uses_are_padding_from_the_start() -> None:
     fresh.set_rows([1], [13])
     assert fresh.row_slots.tolist() == [1, 3, 3, 3]
     assert fresh.new_cells.tolist() == [13, 99, 99, 99]
+
+
+def test_rows_that_nobody_named_an_adapter_for_have_none() -> None:
+    fresh = state()
+    assert fresh.row_adapters.tolist() == [NO_ADAPTER] * 4
+    fresh.set_rows([2, 0, 1], [11, 12, 13], [5, NO_ADAPTER, 0])
+    assert fresh.row_adapters.tolist() == [5, NO_ADAPTER, 0, NO_ADAPTER]
+    fresh.set_rows([2], [11], [3])
+    assert fresh.row_adapters.tolist() == [3, NO_ADAPTER, NO_ADAPTER, NO_ADAPTER]
+    fresh.set_rows([2, 1], [11, 12])
+    assert fresh.row_adapters.tolist() == [NO_ADAPTER] * 4
 
 
 def test_sequences_enter_their_slots_and_leave_the_others_alone() -> None:

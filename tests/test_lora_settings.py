@@ -73,11 +73,15 @@ def test_modules_of_the_command_line_are_read_at_once(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("model", "device", "where"), [("m", "cuda", "a GPU"), ("m.pt2", "cpu", "an exported program")]
+    ("settings", "what"),
+    [
+        ({"model": "m", "device": "cuda", "quantization": "int8"}, "with int8 weights on a GPU"),
+        ({"model": "m.pt2", "device": "cpu"}, "by an exported program"),
+    ],
 )
-def test_what_computes_with_no_adapters_says_so_at_once(model: str, device: Any, where: str) -> None:
-    with pytest.raises(InvalidConfiguration, match=f"enable_lora is not supported on {where} yet"):
-        build_executor(EngineConfig(model=model, device=device, enable_lora=True))
+def test_what_computes_with_no_adapters_says_so_at_once(settings: dict[str, Any], what: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=f"enable_lora is not supported {what} yet"):
+        build_executor(EngineConfig(**settings, enable_lora=True))
 
 
 def test_a_worker_has_the_slots_that_it_was_told(tmp_path: Path) -> None:

@@ -102,10 +102,12 @@ def _check_adapters(config: EngineConfig) -> None:
     """Raises `InvalidConfiguration` where adapters were asked for and nothing computes with them yet."""
     if not config.enable_lora:
         return
-    is_program = Path(config.model).suffix == SUFFIX
-    if is_program or config.device == "cuda" or choose_device(config).type == "cuda":
-        where = "an exported program" if is_program else "a GPU"
-        raise InvalidConfiguration(f"enable_lora is not supported on {where} yet", param="enable_lora")
+    if Path(config.model).suffix == SUFFIX:
+        raise InvalidConfiguration("enable_lora is not supported by an exported program yet", param="enable_lora")
+    if config.quantization != "none" and (config.device == "cuda" or choose_device(config).type == "cuda"):
+        raise InvalidConfiguration(
+            f"enable_lora is not supported with {config.quantization} weights on a GPU yet", param="enable_lora"
+        )
 
 
 def _masks(vocabulary: VocabularySource | None) -> MaskMaker:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from worker.cuda.decode_buffers import DecodeBuffers
 from worker.cuda.decode_chain import DecodeChain
-from worker.cuda.decode_plan import DecodePlan, plan_decode
+from worker.cuda.decode_plan import DecodePlan, adapted, plan_decode
 from worker.cuda.decode_shape import DecodeShape, decode_shape
 from worker.cuda.decode_state import DecodeState
 from worker.cuda.graphs import DecodeGraphs, Draw
+from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.sampler import GpuSampler
 from worker.cuda.slots import slots_needed
 from worker.kv_pool import KvPool
@@ -55,15 +56,17 @@ class CudaDecode:
         *,
         capture: Capture = DecodeGraphs,
         plan: Plan | None = None,
+        adapters: CudaLoraSlots | None = None,
     ) -> None:
         """`rotary`: cos and sin, float32 [context, head_dim / 2]. As many sequences decode as the widest width has
         rows. `capture` makes the steps ready, while nothing else runs on the device. `plan` says how a width runs, in
-        place of `plan_decode`."""
+        place of `plan_decode`. With `adapters` there are steps with rows that have some."""
         device, context, max_rows = pool.keys.device, len(rotary[0]), widths[-1]
         shape = decode_shape(config, context, weights.embedding.dtype)
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         plan = plan or partial(plan_decode, hopper=hopper)
         self._plans = {width: plan(shape, width) for width in widths}
+        self._adapted_plans = {} if adapters is None else {w: adapted(each) for w, each in self._plans.items()}
         self.state = DecodeState(
             num_slots=slots_needed(max_rows),
             max_rows=max_rows,
@@ -71,17 +74,20 @@ class CudaDecode:
             scratch_cell=pool.scratch_cell,
             device=device,
         )
-        self._buffers = DecodeBuffers(shape, max_rows, list(self._plans.values()), device)
+        self._adapters = adapters
+        plans = [*self._plans.values(), *self._adapted_plans.values()]
+        self._buffers = DecodeBuffers(shape, max_rows, plans, device)
         self._sampler = GpuSampler(max_rows, config.vocab_size, device)
         self._planes = _planes(pool)
         self._chain = DecodeChain(shape, weights, rotary, self._planes, self.state, self._buffers)
-        self._make_steps = partial(capture, self._run, widths, (Draw.GREEDY, Draw.SAMPLED))
+        draws = [draw for draw in Draw if draw is not Draw.ADAPTED or adapters is not None]
+        self._make_steps = partial(capture, self._run, widths, draws)
         self._steps: Steps | None = self._make_steps()
 
-    def step(self, slots: Sequence[int], cells: Sequence[int], draw: Draw) -> None:
+    def step(self, slots: Sequence[int], cells: Sequence[int], draw: Draw, adapters: Sequence[int] = ()) -> None:
         """One token more for each of `slots`, whose new cells are `cells`. Row r of the state's outputs and of
-        `logits` is that of slots[r], until the next step."""
-        self.state.set_rows(slots, cells)
+        `logits` is that of slots[r], until the next step. `adapters`: as `set_rows` takes them, of an adapted step."""
+        self.state.set_rows(slots, cells, adapters)
         steps = self._steps
         assert steps is not None, "capturing steps again has failed"
         steps.replay(steps.width_for(len(slots)), draw)
@@ -107,7 +113,12 @@ class CudaDecode:
         )
 
     def _run(self, width: int, draw: Draw) -> None:
-        self._chain.run(width, self._plans[width], self._draw_rows if draw is Draw.SAMPLED else None)
+        if draw is Draw.ADAPTED:
+            assert self._adapters is not None
+            beside = self._adapters.beside(self.state.row_adapters[:width])
+            self._chain.run(width, self._adapted_plans[width], self._draw_rows, beside)
+        else:
+            self._chain.run(width, self._plans[width], self._draw_rows if draw is Draw.SAMPLED else None)
 
     def _draw_rows(self, logits: Tensor, row_slots: Tensor, state: DecodeState) -> None:
         num_rows = len(row_slots)

@@ -23,6 +23,8 @@ from worker.cuda.decode_state import DecodeState
 from worker.cuda.gemv import head_gemv_kernel, normed_gate_up_gemv_kernel, normed_gemv_kernel, residual_gemv_kernel
 from worker.cuda.linear import gate_up_kernel, head_kernel, split_linear_kernel
 from worker.cuda.norm import add_norm_kernel, advance_kernel, arg_max_kernel, embed_kernel, pick_kernel, silu_kernel
+from worker.models.decoder import Beside
+from worker.models.lora import Site
 from worker.models.weights import DecoderWeights, LayerWeights
 
 Sampler = Callable[[torch.Tensor, torch.Tensor, DecodeState], None]
@@ -51,8 +53,10 @@ class DecodeChain:
         self._cos, self._sin = rotary
         self._shape, self._weights, self._pool, self._state, self._buffers = shape, weights, pool, state, buffers
 
-    def run(self, width: int, plan: DecodePlan, sampler: Sampler | None = None) -> None:
-        """Launches the step of rows [0, width). Without a sampler every row takes the arg max, lowest id on ties."""
+    def run(self, width: int, plan: DecodePlan, sampler: Sampler | None = None, beside: Beside | None = None) -> None:
+        """Launches the step of rows [0, width). Without a sampler every row takes the arg max, lowest id on ties.
+        What is computed `beside` the products wants the library chain, which has them whole."""
+        assert beside is None or plan.chain is Chain.LIBRARY
         assert width <= self._state.max_rows
         gemv = plan.chain is Chain.GEMV
         self._buffers.fits(self._shape, width, plan)
@@ -67,7 +71,7 @@ class DecodeChain:
             elif plan.chain is Chain.SPLIT_K:
                 self._split_layer(index, layer, next_norm, width, plan)
             else:
-                self._library_layer(index, layer, next_norm, width, plan)
+                self._library_layer(index, layer, next_norm, width, plan, beside)
         self._head(width, plan, num_sums, store_logits=sampler is not None)
         self._finish(width, plan, sampler)
 
@@ -172,20 +176,35 @@ class DecodeChain:
         self._add_norm(b.partials, tiles.down.splits, layer.down_bias, next_norm, width, plan)
 
     def _library_layer(
-        self, index: int, layer: LayerWeights, next_norm: torch.Tensor, width: int, plan: DecodePlan
+        self,
+        index: int,
+        layer: LayerWeights,
+        next_norm: torch.Tensor,
+        width: int,
+        plan: DecodePlan,
+        beside: Beside | None,
     ) -> None:
         s, b = self._shape, self._buffers
+
+        def add(site: Site, x: torch.Tensor, product: torch.Tensor) -> None:
+            if beside is not None:
+                beside.add(index, site, x[:width], product[:width])
+
         torch.mm(b.normed[:width], layer.qkv.t(), out=b.qkv[:width])
+        add(Site.QKV, b.normed, b.qkv)
         self._attend(index, layer, b.qkv, 1, width, plan)
         torch.mm(b.attended[:width], layer.output.t(), out=b.projected[:width])
+        add(Site.OUTPUT, b.attended, b.projected)
         self._add_norm(b.projected, 1, layer.output_bias, layer.mlp_norm, width, plan)
         torch.mm(b.normed[:width], layer.gate_up.t(), out=b.gate_up[:width])
+        add(Site.GATE_UP, b.normed, b.gate_up)
         bias = layer.gate_up_bias
         silu_kernel[(-(-s.ffn // 1024), width)](
             b.gate_up, b.gate_up if bias is None else bias, b.active, FFN=s.ffn, BLOCK=1024,
             HAS_BIAS=bias is not None, **_launch(plan, 4),
         )  # fmt: skip
         torch.mm(b.active[:width], layer.down.t(), out=b.projected[:width])
+        add(Site.DOWN, b.active, b.projected)
         self._add_norm(b.projected, 1, layer.down_bias, next_norm, width, plan)
 
     def _add_norm(

@@ -117,6 +117,11 @@ class DecodePlan:
         assert (self.linear is not None) == (self.chain is Chain.SPLIT_K)
 
 
+def adapted(plan: DecodePlan) -> DecodePlan:
+    """How steps of the same width run with adapters, which are added to whole products."""
+    return DecodePlan(plan.width, Chain.LIBRARY, plan.attention)
+
+
 def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     """The plan of a width. Without `hopper` (compute capability 9.0 or later), or for a shape or dtype that the fast
     chains do not take, it is the library chain."""

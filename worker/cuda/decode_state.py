@@ -20,6 +20,8 @@ import torch
 from planner.request import CellArray, SamplingParams
 
 RING = 4
+NO_ADAPTER = -1
+"""On the device, of a row without an adapter."""
 # Every row table starts at a multiple of 128 bytes, so that one compiled kernel serves any number of rows.
 _ALIGNED_ROWS = 32
 
@@ -54,7 +56,8 @@ class PendingTokens:
 
 
 class DecodeState:
-    """Per row (`max_rows`): int32 `row_slots`, `new_cells`, `out_tokens`, `bad_rows`. Per slot (`num_slots` + 1):
+    """Per row (`max_rows`): int32 `row_slots`, `new_cells`, `row_adapters` (the adapter's place on the device, or
+    `NO_ADAPTER`), `out_tokens`, `bad_rows`. Per slot (`num_slots` + 1):
     int32 `last_token`, `length`, `table` [slots, context] of cells, `top_k`; float32 `temperature`, `top_p`, `min_p`;
     int64 `seed` (the 64 bits of an unsigned one). `length` counts the positions before `last_token`, so that the step
     feeds the token at position `length` and draws the one for position `length + 1`."""
@@ -67,11 +70,12 @@ class DecodeState:
         self.num_slots, self.max_rows, self.context, self.scratch_cell = num_slots, max_rows, context, scratch_cell
         self.device = device
         padded = -(-max_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
-        self._rows = zeros(2, padded)
-        self.row_slots, self.new_cells = self._rows[0, :max_rows], self._rows[1, :max_rows]
+        self._rows = zeros(3, padded)
+        self.row_slots, self.new_cells, self.row_adapters = self._rows[:, :max_rows].unbind()
         # Until the first `set_rows` all rows are padding, so that a step may run at once (to be captured, say).
         self.row_slots.fill_(num_slots)
         self.new_cells.fill_(scratch_cell)
+        self.row_adapters.fill_(NO_ADAPTER)
         self._outputs = zeros(2, padded)
         self.out_tokens, self.bad_rows = self._outputs[0, :max_rows], self._outputs[1, :max_rows]
         self.last_token, self.length, self.top_k = zeros(slots), zeros(slots), zeros(slots)
@@ -80,7 +84,7 @@ class DecodeState:
         self.top_p = torch.ones(slots, dtype=torch.float32, device=device)
         self.min_p = zeros(slots, dtype=torch.float32)
         self.seed = zeros(slots, dtype=torch.int64)
-        self._rows_staging = StagingRing((2, padded), torch.int32, device)
+        self._rows_staging = StagingRing((3, padded), torch.int32, device)
         self._tokens_staging = StagingRing((2, padded), torch.int32, device)
 
     @property
@@ -92,15 +96,17 @@ class DecodeState:
         self.scratch_cell = cell
         self.set_rows((), ())
 
-    def set_rows(self, slots: Sequence[int], cells: Sequence[int]) -> None:
-        """The next step's rows: row r works for slots[r], whose new token goes to cells[r]. All further rows are
-        padding. A slot may appear once."""
+    def set_rows(self, slots: Sequence[int], cells: Sequence[int], adapters: Sequence[int] = ()) -> None:
+        """The next step's rows: row r works for slots[r], whose new token goes to cells[r], with adapters[r] beside it
+        (`NO_ADAPTER` where there is none, or for all). All further rows are padding. A slot may appear once."""
         assert len(slots) == len(cells) <= self.max_rows
+        assert len(adapters) in (0, len(slots))
         assert len(set(slots)) == len(slots), "a slot may work in one row only"
         staging, copied = self._rows_staging.take()
         host = staging.numpy()
         host[0, : len(slots)], host[0, len(slots) :] = slots, self.scratch_slot
         host[1, : len(cells)], host[1, len(cells) :] = cells, self.scratch_cell
+        host[2, : len(adapters)], host[2, len(adapters) :] = adapters, NO_ADAPTER
         self._rows.copy_(staging, non_blocking=True)
         copied.record()
 

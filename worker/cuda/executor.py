@@ -24,14 +24,16 @@ from planner.step import Chunk, Step, StepResult
 from worker.attention import Span
 from worker.batch import Batch, Piece, cut, selector
 from worker.cell_image import CellPort
+from worker.cuda.adapted_prefill import Adapted
 from worker.cuda.decode import CudaDecode
 from worker.cuda.decode_buffers import next_power_of_2
 from worker.cuda.decode_state import Moment, PendingTokens, SlotEntry
 from worker.cuda.graphs import Draw
 from worker.cuda.host_draws import HostDraws
+from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.outcomes import Drawn, StepRun
 from worker.cuda.prefill import PrefillChain
-from worker.cuda.prefill_graphs import PrefillGraphs
+from worker.cuda.prefill_graphs import Prefill, PrefillGraphs
 from worker.cuda.prefill_plan import plan_prefill
 from worker.cuda.slots import Slots, slots_needed
 from worker.executor import ProgramInfo
@@ -65,10 +67,11 @@ class CudaExecutor:
         grammars: MaskMaker | None = None,
         port: CellPort | None = None,
         captured: PrefillGraphs | None = None,
+        adapted: Adapted | None = None,
     ) -> None:
         """`swap` has as many blocks as `info` says; None for none. `growth` is of a pool that may not have
         all its cells yet; None where it has. `grammars` are the executor's own from here on; without
-        them no request can have one."""
+        them no request can have one. `adapted` is over the adapters that `decode` computes with."""
         self._info = info
         self._swap = swap
         self._port = port
@@ -76,6 +79,7 @@ class CudaExecutor:
         self._decoder = decoder
         self._prefill = prefill
         self._captured = captured  # prefills of few tokens
+        self._adapted = adapted
         self._decode = decode
         self._device = decoder.device
         self._shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
@@ -99,9 +103,8 @@ class CudaExecutor:
         return self._port
 
     @property
-    def adapters(self) -> None:
-        """It computes with none yet."""
-        return None
+    def adapters(self) -> CudaLoraSlots | None:
+        return None if self._adapted is None else self._adapted.adapters
 
     @property
     def max_steps_in_flight(self) -> int:
@@ -170,6 +173,7 @@ class CudaExecutor:
     def _launch_decode(self, run: StepRun) -> None:
         chunks, state = run.chunks, self._decode.state
         slots, cells, masked, entries = [], [], [], []
+        adapters = [] if self._adapted is None else self._adapted.rows_of(chunks)
         for row, chunk in enumerate(chunks):
             slot = self._slots.find(chunk.sequence_id)
             if slot is None:
@@ -184,7 +188,7 @@ class CudaExecutor:
         if masked:
             special = sorted({*special, *masked})
         draw = Draw.SAMPLED if special or self._slots.any_random(slots) else Draw.GREEDY
-        self._decode.step(slots, cells, draw)
+        self._decode.step(slots, cells, Draw.ADAPTED if adapters else draw, adapters)
         logits = None
         if special:
             draws = self._host_draws.draws(special, run, self._step_before)  # while the forward runs
@@ -226,7 +230,10 @@ class CudaExecutor:
     def _forward(self, batch: Batch, rows: Sequence[int]) -> Tensor:
         """[K, E]: what the last layer gives in `rows`."""
         spans = [Span(p.row, p.start, p.length, p.chunk.cells[: p.start + p.length]) for p in batch.pieces]
+        prefill: Prefill = self._prefill
         captured = self._captured
+        if self._adapted is not None and self._adapted.placed(batch.pieces):
+            prefill, captured = self._adapted.prefill, self._adapted.captured
         if captured is not None and not captured.takes(spans, len(rows)):
             captured = None
         tokens = self._upload(batch.tokens) if captured is None else captured.place(spans, batch.tokens, rows)
@@ -238,7 +245,7 @@ class CudaExecutor:
         if captured is not None:
             return captured.hidden()
         plan = plan_prefill(spans, self._shared_heads, self._device)
-        return self._prefill.hidden(tokens, plan, self._upload(rows))
+        return prefill.hidden(tokens, plan, self._upload(rows))
 
     def _draw_rows(self, pieces: Sequence[Piece], hidden: Tensor, run: StepRun) -> None:
         """Draw for pieces that end their chunks; `hidden` has their rows, and maybe some that nobody reads."""

@@ -17,10 +17,12 @@ Result = TypeVar("Result")
 
 
 class Draw(Enum):
-    """How a captured step ends: all rows by arg max, or by the sampler (whose logits stay readable)."""
+    """How a captured step ends: all rows by arg max, or by the sampler (whose logits stay readable). `ADAPTED` ends as
+    the latter, and adds rows' adapters to its products."""
 
     GREEDY = "greedy"
     SAMPLED = "sampled"
+    ADAPTED = "adapted"
 
 
 class DecodeGraphs:

@@ -18,18 +18,20 @@ import torch
 from torch import Tensor
 
 from planner.errors import InvalidConfiguration
-from planner.request import SamplingParams
+from planner.request import Adapter, SamplingParams
 from planner.slices import Method, Slice
 from planner.step import Chunk, Step, SwapIn, SwapOut
 from worker.cell_image import CellLayout
 from worker.cell_rows import cell_dtype
 from worker.config import EngineConfig
+from worker.cuda.adapted_prefill import Adapted, AdaptedPrefill
 from worker.cuda.decode import CudaDecode
 from worker.cuda.executor import CudaExecutor
 from worker.cuda.graphs import DecodeGraphs, LaunchedSteps
+from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.mover import CudaMover
 from worker.cuda.prefill import PrefillChain
-from worker.cuda.prefill_graphs import PREFILL_WIDTHS, PrefillGraphs
+from worker.cuda.prefill_graphs import PREFILL_WIDTHS, Prefill, PrefillGraphs
 from worker.cuda.swap import PinnedSwap
 from worker.executor import ProgramInfo
 from worker.kernels import CellCopier
@@ -52,13 +54,19 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
     Raises `InvalidConfiguration` where the memory does not hold one context's cells, or not `max_cells`.
     """
     began = time.perf_counter()
+    adapters = adapter_slots(config, decoder)
     cos, sin = rope_tables(decoder.config.rope, decoder.config.head_dim, info.context)
     rotary = cos.to(decoder.device), sin.to(decoder.device)
 
     def make(num_cells: int, initial_cells: int | None = None) -> CudaExecutor:
         wanted = replace(info, num_cells=num_cells)
-        executor = make_cuda_executor(wanted, decoder, rotary, initial_cells, grammars, with_graphs=config.cuda_graph)
+        executor = make_cuda_executor(
+            wanted, decoder, rotary, initial_cells, grammars, adapters, with_graphs=config.cuda_graph
+        )
         warm_up(executor, initial_cells or num_cells)
+        if adapters is not None:
+            with adapters.nothing() as adapter:
+                warm_up(executor, initial_cells or num_cells, adapter)
         return executor
 
     try:
@@ -72,6 +80,20 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
         ) from error
     logger.info("sized in %.1f s, captured in %.1f s", captured - began, time.perf_counter() - captured)
     return executor
+
+
+def adapter_slots(config: EngineConfig, decoder: Decoder) -> CudaLoraSlots | None:
+    """Room for as many adapters as the configuration says. Raises `InvalidConfiguration` where it does not fit."""
+    if not config.enable_lora:
+        return None
+    num_slots, rank = config.max_loras, config.max_lora_rank
+    try:
+        return CudaLoraSlots(decoder.config, num_slots, rank, decoder.dtype, decoder.device)
+    except torch.OutOfMemoryError as error:
+        raise InvalidConfiguration(
+            f"the GPU's memory does not hold {num_slots} adapters of rank {rank} beside the weights: {error}",
+            param="max_loras",
+        ) from error
 
 
 def initial_cells(config: EngineConfig, num_cells: int) -> int | None:
@@ -90,6 +112,7 @@ def make_cuda_executor(
     rotary: tuple[Tensor, Tensor],
     initial_cells: int | None = None,
     grammars: MaskMaker | None = None,
+    adapters: CudaLoraSlots | None = None,
     *,
     with_graphs: bool = True,
 ) -> CudaExecutor:
@@ -99,24 +122,29 @@ def make_cuda_executor(
     dtype = cell_dtype(info.cell_dtype, decoder.dtype)
     pool = KvPool(info.num_layers, num_cells, info.num_kv_heads, info.head_dim, dtype, decoder.device)
     capture = DecodeGraphs if with_graphs else LaunchedSteps
-    decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths, capture=capture)
+    decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths, capture=capture, adapters=adapters)
     prefill = PrefillChain(decoder.config, decoder.weights, rotary, pool)
     captured = captured_prefills(info, decoder, prefill, pool) if with_graphs else None
+    adapted = None
+    if adapters is not None:
+        beside = AdaptedPrefill(prefill, adapters, info.max_prefill_tokens)
+        adapted = Adapted(adapters, beside, captured_prefills(info, decoder, beside, pool) if with_graphs else None)
     swap = _swap_space(info, pool)
 
     def moved() -> None:
         decode.rebind(pool)
-        if captured is not None:
-            captured.rebind()
+        for graphs in (captured, None if adapted is None else adapted.captured):
+            if graphs is not None:
+                graphs.rebind()
         if swap is not None:
             swap.rebind(_copier(pool))
 
     growth = PoolGrowth(pool, info.num_cells, moved)
     port = PoolPort(CudaMover(pool), CellLayout.of(info), growth.make_room)
-    return CudaExecutor(info, decoder, prefill, decode, swap, growth, grammars, port, captured)
+    return CudaExecutor(info, decoder, prefill, decode, swap, growth, grammars, port, captured, adapted)
 
 
-def captured_prefills(info: ProgramInfo, decoder: Decoder, prefill: PrefillChain, pool: KvPool) -> PrefillGraphs | None:
+def captured_prefills(info: ProgramInfo, decoder: Decoder, prefill: Prefill, pool: KvPool) -> PrefillGraphs | None:
     """Prefills of the usual widths, as far as a program has them."""
     widths = [width for width in PREFILL_WIDTHS if width <= info.max_prefill_tokens]
     if not widths:
@@ -140,10 +168,10 @@ def _swap_space(info: ProgramInfo, pool: KvPool) -> PinnedSwap | None:
     return space
 
 
-def warm_up(executor: CudaExecutor, num_cells: int) -> None:
+def warm_up(executor: CudaExecutor, num_cells: int, adapter: Adapter | None = None) -> None:
     """Run what is slow or large the first time: the widest prefill that `num_cells` hold with as many draws as there
-    may be, one long chunk beside a lone token, a decode, and prefills with each number of rows. Leaves nothing behind
-    but what cells hold."""
+    may be, one long chunk beside a lone token, a decode, and prefills with each number of rows; all of it with
+    `adapter`. Leaves nothing behind but what cells hold."""
     info = executor.info
     room = min(info.max_prefill_tokens, num_cells)
     draws = min(info.widths[-1], room)
@@ -158,7 +186,7 @@ def warm_up(executor: CudaExecutor, num_cells: int) -> None:
     held: tuple[int, ...] = ()
     for number, lengths in enumerate(batches):
         method = Method.PREFILL if sum(lengths) > 1 else Method.DECODE
-        chunks = _chunks(lengths)
+        chunks = _chunks(lengths, adapter)
         executor.launch(Step(number, chunks, (Slice(0, sum(lengths), method),), held))
         executor.collect()
         held = tuple(chunk.sequence_id for chunk in chunks)
@@ -205,7 +233,7 @@ def _free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def _chunks(lengths: list[int]) -> tuple[Chunk, ...]:
+def _chunks(lengths: list[int], adapter: Adapter | None) -> tuple[Chunk, ...]:
     """Drawing chunks of these lengths, in the first cells of the pool."""
     ends = list(itertools.accumulate(lengths))
     return tuple(
@@ -217,6 +245,7 @@ def _chunks(lengths: list[int]) -> tuple[Chunk, ...]:
             tokens=np.zeros(length, dtype=np.int64),
             samples=True,
             sampling=SamplingParams(),
+            adapter=adapter,
         )
         for length, end in zip(lengths, ends, strict=True)
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.cuda.decode_buffers import next_power_of_2
+from worker.cuda.lora import LoraRows
 from worker.cuda.norm import add_norm_kernel, silu_kernel
 from worker.cuda.prefill_attention import attend
 from worker.cuda.prefill_plan import PrefillPlan
@@ -20,6 +21,7 @@ from worker.cuda.write_cells import rotate_and_write
 from worker.kv_pool import KvPool
 from worker.models.config import ModelConfig
 from worker.models.layers import rms_norm
+from worker.models.lora import Site
 from worker.models.weights import DecoderWeights
 
 _SILU_BLOCK = 1024
@@ -36,25 +38,29 @@ class PrefillChain:
         self._cos, self._sin = rotary
         self._pool = pool
 
-    def hidden(self, tokens: Tensor, plan: PrefillPlan, rows: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, plan: PrefillPlan, rows: Tensor, beside: LoraRows | None = None) -> Tensor:
         """Run all layers over `tokens` int64[T], laid out as in `plan`. Returns rows `rows`, int64[K], of what the
         last layer gives: [K, E], before the last norm.
 
         Keys and values of all tokens are in their cells afterwards; beyond them the last layer runs only the rows
-        asked for. Raises torch's `OutOfMemoryError` where the activations do not fit.
+        asked for. `beside` adds rows' adapters to the products. Raises torch's `OutOfMemoryError` where the
+        activations do not fit.
         """
         config, layers = self._config, self._weights.layers
         residual = functional.embedding(tokens, self._weights.embedding)
         normed = rms_norm(residual, layers[0].attention_norm, config.norm_eps)
         for index, layer in enumerate(layers):
-            attended = self._attended(index, functional.linear(normed, layer.qkv, layer.qkv_bias), plan)
+            qkv = _added(beside, index, Site.QKV, normed, functional.linear(normed, layer.qkv, layer.qkv_bias))
+            attended = self._attended(index, qkv, plan)
             if index + 1 == len(layers):
+                beside = None if beside is None else beside.of(rows)
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
                 normed = torch.empty_like(residual)
-            projected = functional.linear(attended, layer.output)
+            projected = _added(beside, index, Site.OUTPUT, attended, functional.linear(attended, layer.output))
             self._add_norm(projected, layer.output_bias, residual, layer.mlp_norm, normed)
-            gate_up = functional.linear(normed, layer.gate_up)
-            projected = functional.linear(self._gated(gate_up, layer.gate_up_bias), layer.down)
+            gate_up = _added(beside, index, Site.GATE_UP, normed, functional.linear(normed, layer.gate_up))
+            active = self._gated(gate_up, layer.gate_up_bias)
+            projected = _added(beside, index, Site.DOWN, active, functional.linear(active, layer.down))
             if index + 1 < len(layers):
                 self._add_norm(projected, layer.down_bias, residual, layers[index + 1].attention_norm, normed)
             else:
@@ -93,6 +99,13 @@ class PrefillChain:
             **_plain(4),
         )  # fmt: skip
         return active
+
+
+def _added(beside: LoraRows | None, layer: int, site: Site, x: Tensor, product: Tensor) -> Tensor:
+    """`product` of `x`, and what rows' adapters add to it."""
+    if beside is not None:
+        beside.add(layer, site, x, product)
+    return product
 
 
 def _plain(warps: int) -> dict[str, Any]:

@@ -1,0 +1,299 @@
+"""Adapters on a GPU in float32: each sequence's answer is what its adapter, merged into the weights, gives alone.
+
+In whatever batch, chunk, width, fork or preemption, with captured steps and without, and while others are loaded. Runs
+on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+from benchmarks.random_model import write_model  # noqa: E402
+from planner.errors import InvalidConfiguration  # noqa: E402
+from planner.request import Adapter, Request, SamplingParams  # noqa: E402
+from tests.cuda_rig import CONTEXT, DEVICE, Captures, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
+from tests.test_gpu_lora_kernels import random_matrices  # noqa: E402
+from worker.cell_rows import SCALED  # noqa: E402
+from worker.config import EngineConfig  # noqa: E402
+from worker.cuda.decode import Capture  # noqa: E402
+from worker.cuda.executor import CudaExecutor  # noqa: E402
+from worker.cuda.graphs import Draw, LaunchedSteps  # noqa: E402
+from worker.cuda.lora import CudaLoraSlots  # noqa: E402
+from worker.models.decoder import Decoder  # noqa: E402
+from worker.models.lora import LoraMatrices, Site, site_shapes  # noqa: E402
+from worker.models.rope_tables import rope_tables  # noqa: E402
+from worker.program import build_executor, load_program  # noqa: E402
+
+NUM_TOKENS = 3 if INTERPRETED else 12
+NUM_ADAPTERS = 4 if INTERPRETED else 8
+LENGTHS = (1, 3, 17, 2, 9) if INTERPRETED else (1, 3, 17, 40, 33, 65, 9, 5, 21)
+"""Of prompts: one for each adapter, and one without any."""
+RANKS = ((4,), (8, 1), (0, 3, 2), (2, 0), (16,), (1,), (5, 7), (3, 0, 0))
+MAX_RANK = 16
+GREEDY = SamplingParams(temperature=0.0)
+SITES = {Site.QKV: "qkv", Site.OUTPUT: "output", Site.GATE_UP: "gate_up", Site.DOWN: "down"}
+
+
+def merged(model: Model, matrices: LoraMatrices) -> Model:
+    """The model with an adapter added to its weights, in the plainest way there is."""
+    layers = list(model.decoder.weights.layers)
+    for (index, site), pairs in matrices.products.items():
+        matrix, first = getattr(layers[index], SITES[site]).double().cpu(), 0
+        for pair, outputs in zip(pairs, _outputs(model, site), strict=True):
+            if pair is not None:
+                matrix[first : first + outputs] += pair.up.double().T @ pair.down.double()
+            first += outputs
+        layers[index] = replace(layers[index], **{SITES[site]: matrix.float().to(DEVICE)})
+    weights = replace(model.decoder.weights, layers=tuple(layers))
+    return replace(model, decoder=Decoder(model.decoder.config, weights, model.decoder.context))
+
+
+def _outputs(model: Model, site: Site) -> tuple[int, ...]:
+    return site_shapes(model.decoder.config)[site].outputs
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model, its adapters, a request without any and one with each, and what they answer when merged and alone."""
+
+    model: Model
+    matrices: list[LoraMatrices]
+    requests: list[Request]
+    expected: list[list[list[int]]]
+
+    def slots(self) -> CudaLoraSlots:
+        decoder = self.model.decoder
+        return CudaLoraSlots(decoder.config, NUM_ADAPTERS, MAX_RANK, decoder.dtype, DEVICE)
+
+    def load(self, slots: CudaLoraSlots, place: int) -> None:
+        """Into slots that are not in the adapters' order."""
+        adapter = self.requests[place + 1].adapter
+        assert adapter is not None
+        slots.put((place + 3) % NUM_ADAPTERS, adapter, slots.packed(self.matrices[place]))
+
+    def executor(self, captures: Capture | None = None, num_cells: int = 1024, **changes: Any) -> CudaExecutor:
+        """With all adapters loaded, and a captured prefill of one width unless told otherwise."""
+        slots = self.slots()
+        for place in range(NUM_ADAPTERS):
+            self.load(slots, place)
+        settings: dict[str, Any] = {"captured_widths": (16,), "widths": (1, 2, 4, 8, 16)}
+        return cuda_executor(
+            self.model, num_cells, adapters=slots, captures=captures or Captures(), **(settings | changes)
+        )
+
+
+def adapted_model(name: str) -> Adapted:
+    model = tiny_model(name)
+    config = model.decoder.config
+    matrices = [
+        _weaker(random_matrices(config, seed, RANKS[seed], layers=1 + seed % 2)) for seed in range(NUM_ADAPTERS)
+    ]
+    draw = np.random.default_rng(5)
+    requests, expected = [], []
+    for place, each in enumerate([None, *matrices]):
+        prompt = draw.integers(0, config.vocab_size, size=LENGTHS[place])
+        adapter = None if each is None else Adapter(f"adapter {place}", 100 + place)
+        requests.append(Request(prompt, NUM_TOKENS, GREEDY, adapter=adapter))
+        alone = replace(requests[-1], adapter=None)
+        expected += Rig(torch_executor(model if each is None else merged(model, each))).answer([alone])
+    return Adapted(model, matrices, requests, expected)
+
+
+def _weaker(matrices: LoraMatrices) -> LoraMatrices:
+    """So that answers are the adapter's and still the model's."""
+    return replace(
+        matrices,
+        products={
+            place: tuple(pair and replace(pair, up=pair.up * 0.5) for pair in pairs)
+            for place, pairs in matrices.products.items()
+        },
+    )
+
+
+@pytest.fixture(scope="module", params=["qwen3"] if INTERPRETED else ["llama", "qwen3", "qwen2", "biased"])
+def adapted(request: pytest.FixtureRequest) -> Adapted:
+    return adapted_model(request.param)
+
+
+def test_the_adapters_say_something_else_than_the_model(adapted: Adapted) -> None:
+    """Else the other tests could not fail."""
+    plain = Rig(torch_executor(adapted.model)).answer([replace(each, adapter=None) for each in adapted.requests])
+    differs = [said != other for said, other in zip(plain[1:], adapted.expected[1:], strict=True)]
+    assert sum(differs) >= NUM_ADAPTERS - 1, differs
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_all_adapters_and_none_in_one_batch(adapted: Adapted, depth: int) -> None:
+    rig = Rig(adapted.executor(), depth=depth, max_num_seqs=16)
+    assert rig.answer(adapted.requests) == adapted.expected
+    assert any(len(step.chunks) == len(adapted.requests) for step in rig.steps), "they never ran together"
+
+
+def test_each_alone_and_without_one_after_one_with(adapted: Adapted) -> None:
+    """What a graph read of an adapter before must not show."""
+    asked = [adapted.requests[1], adapted.requests[0], *adapted.requests[2:]]
+    expected = [adapted.expected[1], adapted.expected[0], *adapted.expected[2:]]
+    assert Rig(adapted.executor()).answer_alone(asked) == expected
+
+
+def test_chunks_of_prompts_beside_decodes(adapted: Adapted) -> None:
+    rig = Rig(adapted.executor(), depth=2, max_num_seqs=16, prefill_chunk_tokens=4, max_batched_tokens=24)
+    assert rig.answer(adapted.requests) == adapted.expected
+
+
+def test_prefills_that_are_launched_and_steps_without_graphs(adapted: Adapted) -> None:
+    executor = adapted.executor(captures=LaunchedSteps, captured_widths=())
+    assert Rig(executor, depth=2, max_num_seqs=16).answer(adapted.requests) == adapted.expected
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 8])
+def test_every_number_of_rows(adapted: Adapted, num_rows: int) -> None:
+    if INTERPRETED and num_rows not in (3, 4):
+        pytest.skip("too long for the interpreter")
+    asked = (adapted.requests * 2)[1 : num_rows + 1]
+    expected = (adapted.expected * 2)[1 : num_rows + 1]
+    assert Rig(adapted.executor(), depth=2).answer(asked) == expected
+
+
+def test_draws_and_penalties_are_those_of_the_merged_model(adapted: Adapted) -> None:
+    samplings = [
+        SamplingParams(temperature=0.9, seed=3),
+        SamplingParams(temperature=0.0, repetition_penalty=1.7),
+        SamplingParams(temperature=1.1, seed=7, top_p=0.9, top_k=20),
+    ]
+    asked, expected = [], []
+    for place, sampling in enumerate(samplings):
+        request = replace(adapted.requests[place + 1], sampling=sampling)
+        asked.append(request)
+        alone = replace(request, adapter=None)
+        expected += Rig(torch_executor(merged(adapted.model, adapted.matrices[place]))).answer([alone])
+    asked.append(adapted.requests[0])
+    expected.append(adapted.expected[0])
+    assert Rig(adapted.executor(), depth=2).answer(asked) == expected
+
+
+def test_forks_and_preemption(adapted: Adapted) -> None:
+    forked = [replace(each, n=2) for each in adapted.requests]
+    expected = [answer * 2 for answer in adapted.expected]
+    num_cells = sum(len(each.prompt) + NUM_TOKENS for each in adapted.requests)
+    assert Rig(adapted.executor(num_cells=num_cells), depth=2, max_num_seqs=16).answer(forked) == expected
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter")
+def test_more_rows_than_have_programs_of_their_own(adapted: Adapted) -> None:
+    executor = adapted.executor(num_cells=8192, widths=(1, 64), captured_widths=(16, 256), max_prefill_tokens=2048)
+    rig = Rig(executor, depth=2, max_num_seqs=64, max_batched_tokens=2048, prefill_chunk_tokens=256)
+    assert rig.answer(adapted.requests * 7) == adapted.expected * 7
+
+
+def test_an_adapter_that_comes_while_others_run_and_one_that_takes_its_slot(adapted: Adapted) -> None:
+    """Nothing is captured again; those that run say what they would have said."""
+    slots, captures = adapted.slots(), Captures()
+    executor = cuda_executor(
+        adapted.model, adapters=slots, captures=captures, captured_widths=(16,), widths=(1, 2, 4, 8)
+    )
+    num_captures = captures.count
+    adapted.load(slots, 0)
+    rig = Rig(executor, prefix_caching=False)
+    said: dict[int, list[int]] = {}
+
+    def run(turns: int | None) -> None:
+        while rig.planner.has_work and turns != 0:
+            for update in rig.turn():
+                said.setdefault(update.request_id, []).extend(update.tokens)
+            turns = None if turns is None else turns - 1
+
+    first = [rig.planner.submit(adapted.requests[place]) for place in (0, 1)]
+    run(2)
+    adapted.load(slots, 1)
+    second = rig.planner.submit(adapted.requests[2])
+    run(None)
+    assert [said[key] for key in (*first, second)] == [answer[0] for answer in adapted.expected[:3]]
+    for place in (1, 2):
+        adapter = adapted.requests[place].adapter
+        assert adapter is not None
+        slots.drop(adapter)
+    third = adapted.requests[4].adapter
+    assert third is not None
+    slots.put(3 % NUM_ADAPTERS, third, slots.packed(adapted.matrices[3]))  # where the first one was
+    assert rig.answer([adapted.requests[4], adapted.requests[0]]) == [adapted.expected[4], adapted.expected[0]]
+    assert captures.count == num_captures, "steps were captured again"
+
+
+def test_steps_without_adapters_run_what_an_engine_without_them_runs(adapted: Adapted) -> None:
+    kinds: list[Draw] = []
+
+    class Watched(LaunchedSteps):
+        def replay(self, width: int, draw: Draw) -> None:
+            kinds.append(draw)
+            super().replay(width, draw)
+
+    executor = adapted.executor(captures=Watched)
+    rig = Rig(executor)
+    assert rig.answer([adapted.requests[0]]) == adapted.expected[:1]
+    assert kinds
+    assert set(kinds) == {Draw.GREEDY}
+    assert rig.answer([adapted.requests[1]]) == adapted.expected[1:2]
+    assert kinds[-1] == Draw.ADAPTED
+
+
+def test_cells_of_eight_bits(adapted: Adapted) -> None:
+    """Keys and values that adapters made are kept as any others. Sums in another order may round one of them to its
+    neighbour, 6% away, and two tokens that are almost as likely then change places: once is not too often."""
+    expected = []
+    for place, request in enumerate(adapted.requests):
+        model = merged(adapted.model, adapted.matrices[place - 1]) if place else adapted.model
+        expected += Rig(cuda_executor(model, cell_dtype=SCALED)).answer([replace(request, adapter=None)])
+    answers = Rig(adapted.executor(cell_dtype=SCALED), depth=2, max_num_seqs=16).answer(adapted.requests)
+    assert sum(said == other for said, other in zip(answers, expected, strict=True)) >= len(answers) - 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="memory is a GPU's")
+@pytest.mark.parametrize("cuda_graph", [True, False])
+def test_an_engine_that_was_sized_with_room_for_adapters(tmp_path: Path, cuda_graph: bool) -> None:
+    folder = write_model("tiny", tmp_path)
+    config = EngineConfig(
+        model=str(folder), device="cuda", dtype="float32", load_format="dummy", max_model_len=CONTEXT, max_num_seqs=4,
+        max_prefill_tokens=64, gpu_memory_utilization=0.1, swap_space=0, cuda_graph=cuda_graph, enable_lora=True,
+        max_loras=2, max_lora_rank=4,
+    )  # fmt: skip
+    decoder = load_program(config).decoder
+    cos, sin = rope_tables(decoder.config.rope, decoder.config.head_dim, CONTEXT)
+    model = Model(decoder, (cos.to(DEVICE), sin.to(DEVICE)), torch.float32)
+    matrices = random_matrices(decoder.config, 3, (4, 1), layers=2)
+    adapter = Adapter("late", 1)
+    prompt = np.random.default_rng(2).integers(0, 4000, size=50)
+    asked = [Request(prompt, NUM_TOKENS, GREEDY), Request(prompt, NUM_TOKENS, GREEDY, adapter=adapter)]
+    expected = Rig(torch_executor(model)).answer(asked[:1])
+    expected += Rig(torch_executor(merged(model, matrices))).answer(asked[:1])
+    assert expected[0] != expected[1]
+    executor = build_executor(config)
+    slots = executor.adapters
+    assert isinstance(slots, CudaLoraSlots)
+    assert slots.num_slots == 2
+    rig = Rig(executor, depth=2, max_num_seqs=4)
+    assert rig.answer(asked[:1]) == expected[:1]
+    slots.put(0, adapter, slots.packed(matrices))  # the slot that the start has tried
+    assert rig.answer(asked) == expected
+    executor.close()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="memory is a GPU's")
+def test_more_adapters_than_the_memory_holds_are_refused(tmp_path: Path) -> None:
+    told = {"model": str(write_model("tiny", tmp_path)), "device": "cuda", "load_format": "dummy"}
+    config = EngineConfig(**told, enable_lora=True, max_loras=2**20, max_lora_rank=256)
+    with pytest.raises(InvalidConfiguration, match="does not hold 1048576 adapters of rank 256"):
+        build_executor(config)

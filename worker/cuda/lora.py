@@ -1,0 +1,169 @@
+"""Adapters on a GPU: their slots, and the launches that add their part to a layer's products.
+
+All that a launch depends on but sizes is on the device at fixed addresses: which slot each row's adapter has, and the
+slots' matrices. So launches can be captured, and adapters come and go without capturing again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from planner.request import Adapter
+from worker.adapters import AdapterMatrices
+from worker.cuda.decode_buffers import next_power_of_2
+from worker.cuda.decode_state import NO_ADAPTER
+from worker.cuda.lora_kernels import expand_rows_kernel, expand_tiles_kernel, shrink_rows_kernel, shrink_tiles_kernel
+from worker.cuda.lora_room import DeviceLoraRoom, PackedLora
+from worker.models.config import ModelConfig
+from worker.models.lora import LoraMatrices, Site, read_lora
+
+# Rows up to which each has programs of its own; beyond, matrices are read once for a tile of rows.
+FEW_ROWS = 32
+_WIDE_FROM = 1024
+_MOST_LANES = 8
+
+
+class CudaLoraSlots:
+    """An `AdapterSlots`. Owner: the executor. All slots' room is taken when it is made, so that loading never fails for
+    want of memory."""
+
+    def __init__(
+        self, config: ModelConfig, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Raises torch's `OutOfMemoryError` where there is no room."""
+        self._config = config
+        self._room = DeviceLoraRoom(config, num_slots, max_rank, dtype, device)
+        self._slot_of: dict[Adapter, int] = {}
+
+    @property
+    def num_slots(self) -> int:
+        return self._room.num_slots
+
+    @property
+    def device(self) -> torch.device:
+        return self._room.device
+
+    def read(self, folder: Path) -> PackedLora:
+        return self.packed(read_lora(folder, self._config, self._room.max_rank))
+
+    def packed(self, matrices: LoraMatrices) -> PackedLora:
+        """As `put` takes them; on any thread."""
+        return self._room.pack(matrices)
+
+    def put(self, slot: int, adapter: Adapter, matrices: AdapterMatrices) -> None:
+        assert isinstance(matrices, PackedLora), "matrices of another executor"
+        assert slot not in self._slot_of.values(), "the slot is taken"
+        self._room.fill(slot, matrices)
+        self._slot_of[adapter] = slot
+
+    def drop(self, adapter: Adapter) -> None:
+        del self._slot_of[adapter]
+
+    @contextmanager
+    def nothing(self) -> Iterator[Adapter]:
+        """An adapter that changes nothing, in the first slot, for as long as there is no other."""
+        adapter = Adapter("", 0)
+        self.put(0, adapter, self.packed(LoraMatrices(adapter.revision, {})))
+        try:
+            yield adapter
+        finally:
+            self.drop(adapter)
+
+    def slots_of(self, adapters: Sequence[Adapter | None]) -> list[int]:
+        """As kernels want to be told: `NO_ADAPTER` for None."""
+        return [NO_ADAPTER if adapter is None else self._slot_of[adapter] for adapter in adapters]
+
+    def beside(self, row_slots: Tensor) -> LoraRows:
+        """What adds to the products of a forward whose rows have their slots, or `NO_ADAPTER`, in `row_slots` int32[T]
+        when it runs."""
+        return LoraRows(self._room, row_slots)
+
+
+class LoraRows:
+    """A `Beside` of forwards of so many rows. It only launches on torch's current stream."""
+
+    def __init__(self, room: DeviceLoraRoom, row_slots: Tensor) -> None:
+        self._room = room
+        self._row_slots = row_slots
+
+    def of(self, rows: Tensor) -> LoraRows:
+        """For a forward that goes on with these rows only, int64[K]."""
+        return LoraRows(self._room, self._row_slots.index_select(0, rows))
+
+    def add(self, layer: int, site: Site, x: Tensor, product: Tensor) -> None:
+        """`x` [T, K] and `product` [T, N] are contiguous."""
+        assert len(x) == len(product) == len(self._row_slots), (x.shape, product.shape, self._row_slots.shape)
+        assert x.is_contiguous()
+        assert product.is_contiguous()
+        if len(x) == 0:
+            return
+        shape = self._room.shapes[site]
+        narrow = x.new_empty((len(x), len(shape.outputs), self._room.max_rank), dtype=torch.float32)
+        add = self._add_to_rows if len(x) <= FEW_ROWS else self._add_to_tiles
+        add(layer, site, x, narrow, product)
+
+    def _add_to_rows(self, layer: int, site: Site, x: Tensor, narrow: Tensor, product: Tensor) -> None:
+        room, sizes = self._room.sites[site], _Sizes.of(self._room, site)
+        ranks = min(4, next_power_of_2(sizes.max_rank))
+        shrink_rows_kernel[(len(x), sizes.num_parts * -(-sizes.max_rank // ranks))](
+            x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow,
+            **sizes.down, RANKS=ranks, DEPTH=min(1024, next_power_of_2(sizes.num_inputs)), num_warps=4,
+        )  # fmt: skip
+        ranks, columns = min(16, next_power_of_2(sizes.max_rank)), 128
+        expand_rows_kernel[(len(x), sizes.column_blocks(columns))](
+            narrow, self._row_slots, room.ups[0, layer], room.ranks[0, layer:], product,
+            **sizes.up, RANKS=ranks, COLUMNS=columns, num_warps=4,
+        )  # fmt: skip
+
+    def _add_to_tiles(self, layer: int, site: Site, x: Tensor, narrow: Tensor, product: Tensor) -> None:
+        room, sizes = self._room.sites[site], _Sizes.of(self._room, site)
+        num_rows, num_slots = len(x), self._room.num_slots
+        rows, lanes = 64 if num_rows >= _WIDE_FROM else 16, min(_MOST_LANES, num_slots)
+        tiles = -(-num_rows // rows)
+        ranks = max(16, min(64, next_power_of_2(sizes.max_rank)))  # a matrix instruction takes 16 and more
+        shrink_tiles_kernel[(tiles, sizes.num_parts * -(-sizes.max_rank // ranks), lanes)](
+            x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow, num_rows, num_slots,
+            **sizes.down, ROWS=rows, RANKS=ranks, DEPTH=max(16, min(128, next_power_of_2(sizes.num_inputs))),
+            LANES=lanes, num_warps=4,
+        )  # fmt: skip
+        columns = 128
+        expand_tiles_kernel[(tiles, sizes.column_blocks(columns), lanes)](
+            narrow, self._row_slots, room.ups[0, layer], room.ranks[0, layer:], product, num_rows, num_slots,
+            **sizes.up, ROWS=rows, RANKS=ranks, COLUMNS=columns, LANES=lanes, num_warps=4,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What kernels are compiled for at one site: `down` of the first product, `up` of the second."""
+
+    num_inputs: int
+    outputs: tuple[int, ...]
+    max_rank: int
+    down: dict[str, int]
+    up: dict[str, int]
+
+    @classmethod
+    def of(cls, room: DeviceLoraRoom, site: Site) -> _Sizes:
+        shape, matrices, max_rank = room.shapes[site], room.sites[site], room.max_rank
+        first, *rest = shape.outputs
+        assert len(set(rest)) <= 1, "parts after the first have equally many columns"
+        both = {"R": max_rank, "PARTS": len(shape.outputs), "RANK_STRIDE": matrices.ranks.stride(0)}
+        down = both | {"K": shape.num_inputs, "DOWN_STRIDE": matrices.downs.stride(0)}
+        up = both | {"N": shape.num_outputs, "FIRST": first, "REST": rest[0] if rest else 0}
+        up["UP_STRIDE"] = matrices.ups.stride(0)
+        return cls(shape.num_inputs, shape.outputs, max_rank, down, up)
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.outputs)
+
+    def column_blocks(self, columns: int) -> int:
+        """Blocks of so many columns, none across two parts."""
+        return sum(-(-size // columns) for size in self.outputs)

@@ -1,0 +1,150 @@
+"""Adapters' low-rank products on the GPU: narrow = x down.T, then product += narrow up.T, each row with its own slot's.
+
+One launch serves all rows, whatever adapter each has or lacks: matrices of all slots lie at fixed strides, and a
+program finds its rows' in the table of slots (the batched gather product of Punica, Chen et al. 2023, and S-LoRA, Sheng
+et al. 2023). Few rows take a program each and plain multiply-adds; many are taken in tiles, through the tensor cores,
+once for each adapter that a tile holds. Sums are float32.
+
+All kernels: `row_slots` int32[rows], below 0 for a row without an adapter, whose product is left as it is. `downs`
+[slots, P, R, K] and `ups` [slots, N, R] of one layer, `DOWN_STRIDE` and `UP_STRIDE` elements from one slot to the next;
+`ranks` int32, `RANK_STRIDE` from one slot to the next: the highest of a slot's P parts, 0 for none. `narrow`
+float32[rows, P, R], of which nothing from the rank on is written or read. The N columns of `product` are `FIRST` of the
+first part and `REST` of each further one.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def shrink_rows_kernel(
+    x, row_slots, downs, ranks, narrow,
+    K: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, DOWN_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr,
+    RANKS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, PARTS * ceil(R / RANKS)): so many of one row's narrow values, of x [rows, K]."""
+    row = tl.program_id(0).to(tl.int64)
+    blocks: tl.constexpr = (R + RANKS - 1) // RANKS
+    part, first = tl.program_id(1) // blocks, tl.program_id(1) % blocks * RANKS
+    slot = tl.load(row_slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    rank = tl.load(ranks + slot * RANK_STRIDE)
+    if first >= rank:
+        return
+    r = first + tl.arange(0, RANKS)
+    depth = tl.arange(0, DEPTH)
+    there = (r < rank)[:, None]
+    down = downs + slot * DOWN_STRIDE + ((part * R + r) * K)[:, None]
+    acc = tl.zeros([RANKS, DEPTH], tl.float32)
+    for k in range(0, K, DEPTH):
+        inside = k + depth < K
+        value = tl.load(x + row * K + k + depth, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(down + (k + depth)[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
+        acc += weight * value[None, :]
+    tl.store(narrow + (row * PARTS + part) * R + r, tl.sum(acc, axis=1), mask=r < rank)
+
+
+@triton.jit
+def _columns_of(program, FIRST: tl.constexpr, REST: tl.constexpr, COLUMNS: tl.constexpr):
+    """The part that this block of columns is of, the columns [COLUMNS], and which of them there are."""
+    first_blocks: tl.constexpr = (FIRST + COLUMNS - 1) // COLUMNS
+    rest_blocks: tl.constexpr = (REST + COLUMNS - 1) // COLUMNS + (REST == 0)
+    later = program - first_blocks
+    part = tl.where(later < 0, 0, 1 + later // rest_blocks)
+    block = tl.where(later < 0, program, later % rest_blocks)
+    begin = tl.where(later < 0, 0, FIRST + (part - 1) * REST)
+    within = block * COLUMNS + tl.arange(0, COLUMNS)
+    return part, begin + within, within < tl.where(later < 0, FIRST, REST)
+
+
+@triton.jit
+def expand_rows_kernel(
+    narrow, row_slots, ups, ranks, product,
+    N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    UP_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, blocks of columns): adds to one row of product [rows, N]."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(row_slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    rank = tl.load(ranks + slot * RANK_STRIDE)
+    if rank == 0:
+        return
+    part, columns, inside = _columns_of(tl.program_id(1), FIRST, REST, COLUMNS)
+    up = ups + slot * UP_STRIDE + (columns * R)[:, None]
+    acc = tl.zeros([COLUMNS, RANKS], tl.float32)
+    for first in range(0, rank, RANKS):
+        r = first + tl.arange(0, RANKS)
+        value = tl.load(narrow + (row * PARTS + part) * R + r, mask=r < rank, other=0.0)
+        weight = tl.load(up + r[None, :], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
+        acc += weight.to(tl.float32) * value[None, :]
+    at = product + row * N + columns
+    grown = tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.sum(acc, axis=1)
+    tl.store(at, grown.to(product.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
+def shrink_tiles_kernel(
+    x, row_slots, downs, ranks, narrow, num_rows, num_slots,
+    K: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, DOWN_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows, PARTS * ceil(R / RANKS), LANES): each lane sees to every LANES-th slot."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    blocks: tl.constexpr = (R + RANKS - 1) // RANKS
+    part, first = tl.program_id(1) // blocks, tl.program_id(1) % blocks * RANKS
+    slots = tl.load(row_slots + rows, mask=rows < num_rows, other=-1)
+    rows = rows.to(tl.int64)
+    r = first + tl.arange(0, RANKS)
+    depth = tl.arange(0, DEPTH)
+    for slot in range(tl.program_id(2), num_slots, LANES):
+        mine = slots == slot
+        rank = tl.load(ranks + slot * RANK_STRIDE)
+        if (tl.max(mine.to(tl.int32), axis=0) > 0) & (first < rank):
+            down = downs + tl.cast(slot, tl.int64) * DOWN_STRIDE + ((part * R + r) * K)[None, :]
+            acc = tl.zeros([ROWS, RANKS], tl.float32)
+            for k in range(0, K, DEPTH):
+                inside = k + depth < K
+                at = x + (rows * K)[:, None] + (k + depth)[None, :]
+                value = tl.load(at, mask=mine[:, None] & inside[None, :], other=0.0)
+                weight = tl.load(down + (k + depth)[:, None], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
+                acc = tl.dot(value, weight, acc, input_precision="ieee")
+            into = narrow + ((rows * PARTS + part) * R)[:, None] + r[None, :]
+            tl.store(into, acc, mask=mine[:, None] & (r < rank)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
+def expand_tiles_kernel(
+    narrow, row_slots, ups, ranks, product, num_rows, num_slots,
+    N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    UP_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows, blocks of columns, LANES). A row has one slot, so no two programs add to one element."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slots = tl.load(row_slots + rows, mask=rows < num_rows, other=-1)
+    rows = rows.to(tl.int64)
+    part, columns, inside = _columns_of(tl.program_id(1), FIRST, REST, COLUMNS)
+    for slot in range(tl.program_id(2), num_slots, LANES):
+        mine = slots == slot
+        rank = tl.load(ranks + slot * RANK_STRIDE)
+        if (tl.max(mine.to(tl.int32), axis=0) > 0) & (rank > 0):
+            up = ups + tl.cast(slot, tl.int64) * UP_STRIDE + (columns * R)[None, :]
+            acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for first in range(0, rank, RANKS):
+                r = first + tl.arange(0, RANKS)
+                at = narrow + ((rows * PARTS + part) * R)[:, None] + r[None, :]
+                value = tl.load(at, mask=mine[:, None] & (r < rank)[None, :], other=0.0)
+                weight = tl.load(up + r[:, None], mask=(r < rank)[:, None] & inside[None, :], other=0.0)
+                acc = tl.dot(value.to(weight.dtype), weight, acc, input_precision="ieee")
+            into = product + (rows * N)[:, None] + columns[None, :]
+            mask = mine[:, None] & inside[None, :]
+            grown = tl.load(into, mask=mask, other=0.0).to(tl.float32) + acc
+            tl.store(into, grown.to(product.dtype.element_ty), mask=mask)

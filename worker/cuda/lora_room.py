@@ -1,0 +1,89 @@
+"""The memory of adapters' slots on a GPU: every matrix at its fixed place, as wide as the widest adapter may be.
+
+Kernels find a slot's matrices by multiplication alone, so filling a slot changes numbers and no address: what was
+captured goes on. Not for computing with them: `worker.cuda.lora` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker.models.config import ModelConfig
+from worker.models.lora import LoraMatrices, LowRank, Site, SiteShape, site_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class SiteMatrices:
+    """One slot's matrices at one site: `downs` [layers, P, R, K] and `ups` [layers, N, R] with the scale in them, zero
+    beyond a part's rank; `ranks` int32[layers], the highest of the P parts. In the room with the slots in front."""
+
+    downs: Tensor
+    ups: Tensor
+    ranks: Tensor
+
+    @classmethod
+    def zeros(
+        cls, shape: SiteShape, num_layers: int, max_rank: int, dtype: torch.dtype, device: torch.device, *slots: int
+    ) -> SiteMatrices:
+        def zeros(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(*slots, num_layers, *sizes, dtype=dtype, device=device)
+
+        downs = zeros(len(shape.outputs), max_rank, shape.num_inputs)
+        return cls(downs, zeros(shape.num_outputs, max_rank), zeros(dtype=torch.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLora:
+    """An `AdapterMatrices`: laid out on the host as a slot is."""
+
+    revision: int
+    sites: Mapping[Site, SiteMatrices]
+
+
+class DeviceLoraRoom:
+    """Owner: `CudaLoraSlots`. A slot is filled while nothing computes with it."""
+
+    def __init__(
+        self, config: ModelConfig, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Raises torch's `OutOfMemoryError` where there is no room."""
+        self.num_slots, self.max_rank, self.num_layers = num_slots, max_rank, config.num_layers
+        self.dtype, self.device = dtype, device
+        self.shapes = site_shapes(config)
+        self.sites = {
+            site: SiteMatrices.zeros(shape, config.num_layers, max_rank, dtype, device, num_slots)
+            for site, shape in self.shapes.items()
+        }
+
+    def pack(self, matrices: LoraMatrices) -> PackedLora:
+        """On any thread. Matrices have no rank over the room's."""
+        host = torch.device("cpu")
+        packed = {
+            site: SiteMatrices.zeros(shape, self.num_layers, self.max_rank, self.dtype, host)
+            for site, shape in self.shapes.items()
+        }
+        for (layer, site), pairs in matrices.products.items():
+            _lay_out(packed[site], layer, pairs, self.shapes[site].outputs)
+        return PackedLora(matrices.revision, packed)
+
+    def fill(self, slot: int, packed: PackedLora) -> None:
+        """Copy an adapter in, in place of what was there; takes no memory of the device."""
+        for site, matrices in packed.sites.items():
+            room = self.sites[site]
+            room.downs[slot].copy_(matrices.downs)
+            room.ups[slot].copy_(matrices.ups)
+            room.ranks[slot].copy_(matrices.ranks)
+
+
+def _lay_out(into: SiteMatrices, layer: int, pairs: tuple[LowRank | None, ...], outputs: tuple[int, ...]) -> None:
+    first = 0
+    for part, (pair, num_outputs) in enumerate(zip(pairs, outputs, strict=True)):
+        if pair is not None:
+            into.downs[layer, part, : pair.rank] = pair.down
+            into.ups[layer, first : first + num_outputs, : pair.rank] = pair.up.T
+        first += num_outputs
+    into.ranks[layer] = max(pair.rank for pair in pairs if pair is not None)
