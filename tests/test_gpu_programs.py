@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from worker.config import EngineConfig, Quantization
 from worker.forwards import EagerForwards, Forwards
 from worker.kv_pool import KvPool
 from worker.program import Program, load_program
-from worker.programs.export import ExportSource, export_program, hash_weights
+from worker.programs.export import export_model
 from worker.programs.forwards import ProgramForwards
 from worker.programs.loading import load_forwards
 from worker.programs.metadata import read_metadata
@@ -70,9 +69,7 @@ def test_a_program_gives_the_logits_of_its_eager_model(tmp_path: Path, quantizat
         model=str(tmp_path), device="cuda", dtype="bfloat16", quantization=quantization, max_prefill_tokens=32
     )
     program = load_program(config)
-    info = replace(program.info, widths=(1, 4))
-    source = ExportSource(info, program.decoder, quantization, hash_weights(program.decoder), None, {})
-    export_program(source, tmp_path / "tiny.pt2")
+    export_model(config, tmp_path / "tiny.pt2", (1, 4), {}, lambda line: None)
     metadata = read_metadata(tmp_path / "tiny.pt2")
     forwards = load_forwards(tmp_path / "tiny.pt2", metadata, pool_of(program))
     assert isinstance(forwards, ProgramForwards)

@@ -16,11 +16,11 @@ from planner.slices import Method, Slice
 from tests.tiny_models import save_tiny_model
 from tests.torch_rig import chunk, executor_of, load, run_step, token_of
 from worker.batch import Batch, cut
-from worker.config import Quantization
+from worker.config import EngineConfig, Quantization
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.program import Program
-from worker.programs.export import check_compiler, trace
+from worker.programs.export import ExportSource, check_compiler, load_source, trace
 from worker.programs.forwards import ProgramForwards
 from worker.programs.metadata import ProgramMetadata
 from worker.programs.traced import TracedDecoder
@@ -194,6 +194,20 @@ def test_quantized_layers_are_traced_as_the_plain_tensors_that_they_consist_of(
     traced = Traced(program, metadata_of(program), prefill, {1: decode})
     traced.compare(batch_of(5, 3), Method.PREFILL, [4, 7])
     traced.compare(batch_of(3), Method.PREFILL, [2])
+
+
+def test_a_program_of_quantized_layers_names_the_weights_that_it_was_made_of(tmp_path: Path) -> None:
+    save_tiny_model("qwen2", tmp_path, sizes={"hidden_size": 64, "intermediate_size": 96})
+
+    def source(quantization: Quantization) -> ExportSource:
+        config = EngineConfig(model=str(tmp_path), device="cpu", quantization=quantization, min_prefill_tokens=5)
+        return load_source(config, (1,), {})
+
+    plain, quantized = source("none"), source("int8")
+    assert quantized.source_sha256 == plain.source_sha256
+    assert quantized.info.weight_bytes < plain.info.weight_bytes
+    save_tiny_model("qwen2", tmp_path, sizes={"hidden_size": 64, "intermediate_size": 112})
+    assert source("int8").source_sha256 != plain.source_sha256
 
 
 def test_a_machine_without_a_compiler_is_told_so() -> None:

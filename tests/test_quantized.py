@@ -93,3 +93,9 @@ def test_what_no_kernel_takes_is_refused_with_the_numbers(tmp_path: Path) -> Non
     ):
         with pytest.raises(InvalidConfiguration, match=said):
             load(str(tmp_path), **settings)
+
+
+def test_a_shape_that_fp8_does_not_multiply_is_refused_rather_than_left_as_it_is(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path, sizes={"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10})
+    with pytest.raises(InvalidConfiguration, match="multiple of 16 columns and rows; qkv has 48 and 50"):
+        load(str(tmp_path), quantization="fp8")

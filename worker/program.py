@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,11 +119,14 @@ def _masks(vocabulary: VocabularySource | None) -> MaskMaker:
     return Grammars(vocabulary)
 
 
-def load_program(config: EngineConfig, *, keep_blocks: bool = True) -> Program:
+def load_program(
+    config: EngineConfig, *, keep_blocks: bool = True, see_weights: Callable[[DecoderWeights], None] = lambda _: None
+) -> Program:
     """Load the model and settle every number that the configuration left open.
 
     Without `keep_blocks` all weights are plain tensors, which tracing and copying need. With it, matrices that a GGUF
-    file has in blocks stay so where they can be multiplied with: on a CPU in float32.
+    file has in blocks stay so where they can be multiplied with: on a CPU in float32. `see_weights` is called with
+    the weights as they were read, before they are quantized.
     """
     path = Path(config.model)
     device = choose_device(config)
@@ -130,7 +134,9 @@ def load_program(config: EngineConfig, *, keep_blocks: bool = True) -> Program:
     dtype = _dtype(config, model, device)
     context = min(model.context, config.max_model_len or model.context)
     least = _min_prefill(config)
-    weights = quantize_weights(_weights(config, model, source, dtype, device, keep_blocks), config.quantization)
+    read = _weights(config, model, source, dtype, device, keep_blocks)
+    see_weights(read)
+    weights = quantize_weights(read, config.quantization)
     cells = _cells_named(config, dtype, device)
     cell_bytes = bytes_per_cell(model.num_layers, model.num_kv_heads, model.head_dim, cell_dtype(cells, dtype))
     info = ProgramInfo(

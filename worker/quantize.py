@@ -20,8 +20,11 @@ WEIGHT_ONLY_MIN_PREFILL = 5
 # Columns of a matrix that share one scale of int4.
 _GROUP_SIZE = 32
 _MATRICES = ("qkv", "output", "gate_up", "down")
-# The first GPUs with products of fp8.
+# Rows and columns of a matrix that products of fp8 take at a time.
+_FP8_TILE = 16
+# The first GPUs with products of fp8, and of int4 by tensor cores.
 _FP8_CAPABILITY = (8, 9)
+_INT4_CAPABILITY = (8, 0)
 
 
 def least_prefill(quantization: Quantization) -> int:
@@ -52,7 +55,7 @@ def _quantized(matrix: Tensor, quantization: Quantization, name: str) -> Tensor:
 
 
 def _recipe(matrix: Tensor, quantization: Quantization, name: str) -> Any:
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Int8WeightOnlyConfig, PerRow
+    from torchao.quantization import Int8WeightOnlyConfig
 
     match quantization:
         case "int8":
@@ -60,20 +63,34 @@ def _recipe(matrix: Tensor, quantization: Quantization, name: str) -> Any:
         case "int4":
             return _int4(matrix, name)
         case _:
-            if matrix.device.type != "cuda" or torch.cuda.get_device_capability(matrix.device) < _FP8_CAPABILITY:
-                raise InvalidConfiguration(
-                    "fp8 needs a GPU of compute capability 8.9 or more; int8 and int4 work on any device",
-                    param="quantization",
-                )
-            return Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+            return _fp8(matrix, name)
+
+
+def _fp8(matrix: Tensor, name: str) -> Any:
+    """torchao leaves a matrix of another shape as it is, and says nothing."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
+
+    rows, columns = matrix.shape
+    if columns % _FP8_TILE or rows % _FP8_TILE:
+        raise InvalidConfiguration(
+            f"fp8 takes matrices of a multiple of {_FP8_TILE} columns and rows; {name} has {columns} and {rows}",
+            param="quantization",
+        )
+    if not _has_capability(matrix, _FP8_CAPABILITY):
+        raise InvalidConfiguration(
+            "fp8 needs a GPU of compute capability 8.9 or more; int8 and int4 work on any device",
+            param="quantization",
+        )
+    if matrix.dtype != torch.bfloat16:
+        raise InvalidConfiguration(f"fp8 computes in bfloat16, not {matrix.dtype}", param="dtype")
+    return Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
 
 
 def _int4(matrix: Tensor, name: str) -> Any:
-    columns = matrix.shape[1]
-    if columns % _GROUP_SIZE or matrix.shape[0] % 16:
+    rows, columns = matrix.shape
+    if columns % _GROUP_SIZE or rows % 16:
         raise InvalidConfiguration(
-            f"int4 takes matrices of a multiple of {_GROUP_SIZE} columns and 16 rows; {name} has {columns} and "
-            f"{matrix.shape[0]}",
+            f"int4 takes matrices of a multiple of {_GROUP_SIZE} columns and 16 rows; {name} has {columns} and {rows}",
             param="quantization",
         )
     if matrix.device.type == "cpu":
@@ -82,8 +99,16 @@ def _int4(matrix: Tensor, name: str) -> Any:
         return PrototypeInt4WeightOnlyConfig(group_size=_GROUP_SIZE, set_inductor_config=False)
     if matrix.dtype != torch.bfloat16:
         raise InvalidConfiguration(f"int4 on a GPU computes in bfloat16, not {matrix.dtype}", param="dtype")
+    if not _has_capability(matrix, _INT4_CAPABILITY):
+        raise InvalidConfiguration(
+            "int4 needs a GPU of compute capability 8.0 or more; int8 works on any device", param="quantization"
+        )
     from torchao.quantization import Int4WeightOnlyConfig
 
     return Int4WeightOnlyConfig(
         group_size=_GROUP_SIZE, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
     )
+
+
+def _has_capability(matrix: Tensor, least: tuple[int, int]) -> bool:
+    return matrix.device.type == "cuda" and torch.cuda.get_device_capability(matrix.device) >= least

@@ -30,6 +30,7 @@ from worker.config import EngineConfig, Quantization
 from worker.executor import ProgramInfo
 from worker.kv_pool import KvPool
 from worker.models.decoder import Decoder
+from worker.models.weights import DecoderWeights
 from worker.program import load_program
 from worker.programs.machine import platform_of, torch_version
 from worker.programs.metadata import (
@@ -129,10 +130,10 @@ def _compile(traced: ExportedProgram) -> Any:
         return torch._inductor.aot_compile(traced.module(), traced.example_inputs[0], options=_COMPILING)
 
 
-def hash_weights(decoder: Decoder) -> str:
-    """SHA-256 over names, shapes and bytes of a decoder's weights."""
+def hash_weights(weights: DecoderWeights) -> str:
+    """SHA-256 over names, shapes and bytes of weights that are plain tensors."""
     digest = hashlib.sha256()
-    for name, tensor in named_weights(decoder.weights).items():
+    for name, tensor in named_weights(weights).items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -213,9 +214,12 @@ def export_model(
     """Load the model that `config` names, and export it with decodes of `widths`. Raises as `load_program` too."""
     check_compiler()
     report(f"loading {config.model}")
-    program = load_program(config, keep_blocks=False)
+    return export_program(load_source(config, widths, text_files), output, report)
+
+
+def load_source(config: EngineConfig, widths: tuple[int, ...], text_files: Mapping[str, bytes]) -> ExportSource:
+    """The model that `config` names, as a program with decodes of `widths` is made of it."""
+    hashes: list[str] = []
+    program = load_program(config, keep_blocks=False, see_weights=lambda read: hashes.append(hash_weights(read)))
     info = replace(program.info, widths=widths)
-    source = ExportSource(
-        info, program.decoder, config.quantization, hash_weights(program.decoder), config.max_cells, text_files
-    )
-    return export_program(source, output, report)
+    return ExportSource(info, program.decoder, config.quantization, hashes[0], config.max_cells, text_files)
