@@ -2,7 +2,7 @@
 
 Eager decoders, traced ones and exported programs call the same operator, so a program holds no keys and values: the
 pool comes in as an argument, and so does the plan that says which row sees which cells. What is inside a plan is the
-business of the device's kernel: `worker.cpu.plan`, `worker.cuda.prefill_plan`.
+business of the device's kernel: `worker.cpu.plan`, `worker.cuda.packed_attention`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def plan_attention(
 ) -> dict[int | None, PackedPlan]:
     """Plans of one forward whose rows `spans` cover in order: one a window, in the order of `distinct_windows`."""
     if pool.keys.device.type == "cuda":
-        from worker.cuda.prefill_plan import pack_prefill  # what Triton's kernel reads, the same whatever the window
+        from worker.cuda.packed_attention import plan_for_gpu  # needs Triton, which only a GPU's machine has
 
-        packed = pack_prefill(spans, num_heads // pool.keys.shape[2], pool.keys.device)
+        packed = plan_for_gpu(spans, num_heads // pool.keys.shape[2], pool.keys.device)
         return dict.fromkeys(distinct_windows(windows), packed)
     use_threads_of_torch()
     lone_kernel = has_lone_token_kernel(pool.keys.dtype)
@@ -104,16 +104,9 @@ def _on_cuda(
     layer: int,
     window: int | None,
 ) -> Tensor:
-    from worker.cuda.prefill_attention import attend  # needs Triton, which only a GPU's machine has
-    from worker.cuda.prefill_plan import unpack_prefill
-    from worker.cuda.write_cells import write_cells
+    from worker.cuda.packed_attention import update_and_attend_on_gpu
 
-    plan = unpack_prefill(PackedPlan(table, layout), query.shape[1] // key.shape[1])
-    layer_keys, layer_values = keys[layer], values[layer]
-    write_cells(key, value, plan.new_cells, layer_keys, layer_values)
-    mixed = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    attend(query, layer_keys, layer_values, plan, mixed, window)
-    return mixed
+    return update_and_attend_on_gpu(query, key, value, keys[layer], values[layer], PackedPlan(table, layout), window)
 
 
 def _fake(

@@ -95,7 +95,7 @@ def _stored(x, into, scale_into, mask, is_mine, SCALED: tl.constexpr):
 
 
 @triton.jit
-def _older_cells(
+def older_cells(
     q, largest, total, acc, cells, k_heads, v_heads, begin, end, dims, scale,
     CELL: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +198,7 @@ def attention_kernel(
             CELL, D, D_PADDED, GROUP_PADDED, BLOCK, SCALE_STRIDE, NATIVE,
         )  # fmt: skip
     else:
-        largest, total, acc = _older_cells(
+        largest, total, acc = older_cells(
             q, largest, total, acc, cells, k_pool + kv_head * D, v_pool + kv_head * D, begin, end, dims, scale,
             CELL, D, BLOCK,
         )  # fmt: skip
