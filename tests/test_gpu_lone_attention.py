@@ -64,9 +64,7 @@ class Case:
         self.query, self.key, self.value = wide.split([shape.num_heads, *[shape.num_kv_heads] * 2], dim=1)
 
     def attended(self, packed: PackedPlan, window: int | None) -> Tensor:
-        return update_and_attend_on_gpu(
-            self.query, self.key, self.value, self.keys, self.values, packed, window
-        )
+        return update_and_attend_on_gpu(self.query, self.key, self.value, self.keys, self.values, packed, window)
 
     def expected(self, window: int | None) -> Tensor:
         """In float64, one token after the other."""
@@ -74,7 +72,10 @@ class Case:
 
     def _alone(self, row: int, window: int | None) -> Tensor:
         past_keys, past_values = self.pasts[row]
-        keys, values = torch.cat((past_keys, self.key[row : row + 1])), torch.cat((past_values, self.value[row : row + 1]))
+        keys, values = (
+            torch.cat((past_keys, self.key[row : row + 1])),
+            torch.cat((past_values, self.value[row : row + 1])),
+        )
         first = 0 if window is None else max(0, len(keys) - window)
         shared = self.query.shape[1] // self.key.shape[1]
         k, v = (side[first:].double().repeat_interleave(shared, 1) for side in (keys, values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from planner.errors import InvalidConfiguration
 from planner.slices import Method, Slice
 from tests.tiny_models import save_tiny_model
 from tests.torch_rig import chunk, executor_of, load, run_step, token_of
+from worker.attention import Span
 from worker.batch import Batch, cut
 from worker.config import EngineConfig, Quantization
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.program import Program
 from worker.programs.export import ExportSource, check_compiler, load_source, trace
-from worker.programs.forwards import ProgramForwards
+from worker.programs.forwards import Methods, ProgramForwards, Rows, decode_ladder
 from worker.programs.metadata import ProgramMetadata
 from worker.programs.traced import TracedDecoder
 from worker.torch_executor import TorchExecutor
@@ -47,6 +49,7 @@ class Traced:
     """Forwards of a traced program and of the eager decoder, each over a pool of its own."""
 
     def __init__(self, program: Program, metadata: ProgramMetadata, prefill: Any, decodes: dict[int, Any]) -> None:
+        self.metadata = metadata
         self.prefill, self.decodes = Recorder(prefill), {width: Recorder(graph) for width, graph in decodes.items()}
         self.pool, self.eager_pool = _pool(program), _pool(program)
         self.forwards = ProgramForwards(metadata, self.pool, self.decodes, self.prefill)
@@ -155,6 +158,55 @@ def test_decodes_are_padded_to_the_narrowest_width_that_holds_them(traced: Trace
     traced.compare(batch_of(1, 1, 1), Method.DECODE, [0, 2])
     assert traced.decodes[1].calls == [([5], [0])]
     assert traced.decodes[4].calls == [([5, 5, 5, 0], [0, 2, 2, 2])]
+
+
+def test_decodes_without_a_method_of_their_width_run_by_the_prefill(traced: Traced) -> None:
+    methods = Methods(traced.decodes, traced.prefill)
+    ladder = decode_ladder(traced.metadata, methods, (1, 2, 3, 4, 6, 8, 16))
+    assert {width: method is traced.prefill for width, method in ladder.items()} == {
+        1: False,
+        4: False,
+        6: True,
+        8: True,
+    }
+    traced.forwards = ProgramForwards(traced.metadata, traced.pool, ladder, traced.prefill)
+    traced.compare(batch_of(1, 1, 1, 1, 1), Method.DECODE, [0, 4])
+    assert traced.prefill.calls == [([5, 5, 5, 5, 5, 0], [0, 4, 4, 4, 4, 4])]
+
+
+class OneBuffer:
+    """Stands in for captured decodes: answers in one buffer that every run fills anew, of no more than `most` cells."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.buffer = torch.zeros((8, 3))
+        self.num_runs = 0
+
+    def takes(self, spans: Sequence[Span]) -> bool:
+        return sum(len(span.cells) for span in spans) <= self.most
+
+    def run(self, rows: Rows, selector: Sequence[int]) -> Tensor:
+        self.num_runs += 1
+        self.buffer[:] = self.num_runs
+        return self.buffer[: len(rows.spans)]
+
+
+def test_what_captured_decodes_gave_is_kept_until_the_forward_is_whole(program: Program, traced: Traced) -> None:
+    captured = OneBuffer(most=100)
+    forwards = ProgramForwards(metadata_of(program), traced.pool, traced.decodes, traced.prefill, captured)
+    assert forwards.run(batch_of(4), Method.PREFILL, [0, 1, 2, 3]).rows([0, 1, 2, 3])[:, 0].tolist() == [1, 2, 3, 4]
+    assert forwards.num_beats == 4
+
+
+def test_decodes_of_more_cells_than_a_captured_one_reads_are_launched(program: Program, traced: Traced) -> None:
+    captured = OneBuffer(most=3)
+    forwards = ProgramForwards(metadata_of(program), traced.pool, traced.decodes, traced.prefill, captured)
+    with torch.inference_mode():
+        forwards.run(batch_of(1, 1), Method.DECODE, [0])  # padded to four
+    assert (captured.num_runs, len(traced.decodes[4].calls)) == (0, 1)
+    with torch.inference_mode():
+        forwards.run(batch_of(1), Method.DECODE, [0])
+    assert (captured.num_runs, len(traced.decodes[1].calls)) == (1, 0)
 
 
 def test_padding_writes_to_no_cell_that_somebody_may_own(traced: Traced) -> None:

@@ -12,8 +12,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 Result = TypeVar("Result")
+
+Forward = Callable[[], Tensor]
+Capture = Callable[[Forward], Forward]
+"""Makes a forward ready to run again and again; what a run returns lasts until the next one."""
 
 
 class Draw(Enum):
@@ -83,3 +88,19 @@ def captured(run: Callable[[], Result], memory: Any, stream: torch.cuda.Stream) 
         result = run()
     graph.replay()  # the first one brings the graph to the device, which takes longer than the step does
     return graph, result
+
+
+def captures() -> Capture:
+    """Captures forwards as graphs that share one memory pool: capture the largest first."""
+    memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def capture(forward: Forward) -> Forward:
+        graph, result = captured(forward, memory, stream)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    return capture

@@ -44,9 +44,6 @@ from worker.pool_port import PoolPort
 
 logger = logging.getLogger(__name__)
 
-Make = Callable[[int], CudaExecutor]
-"""An executor with a pool of so many cells, that has run once."""
-
 
 def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decoder, grammars: MaskMaker) -> CudaExecutor:
     """Size the pool (unless `config.max_cells` says how large it is), capture all widths, and run everything once.
@@ -70,7 +67,7 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
         return executor
 
     try:
-        num_cells = config.max_cells or _cells_that_fit(make, info, decoder.device, config)
+        num_cells = config.max_cells or cells_that_fit(make, info, decoder.device, config)
         captured = time.perf_counter()
         executor = make(num_cells, initial_cells(config, num_cells))
     except torch.OutOfMemoryError as error:
@@ -129,7 +126,7 @@ def make_cuda_executor(
     if adapters is not None:
         beside = AdaptedPrefill(prefill, adapters, info.max_prefill_tokens)
         adapted = Adapted(adapters, beside, captured_prefills(info, decoder, beside, pool) if with_graphs else None)
-    swap = _swap_space(info, pool)
+    swap = pinned_swap(info, pool)
 
     def moved() -> None:
         decode.rebind(pool)
@@ -157,7 +154,7 @@ def _copier(pool: KvPool) -> CellCopier:
     return CellCopier([*pool.keys, *pool.values])
 
 
-def _swap_space(info: ProgramInfo, pool: KvPool) -> PinnedSwap | None:
+def pinned_swap(info: ProgramInfo, pool: KvPool) -> PinnedSwap | None:
     """Its kernels are compiled here, not in the middle of the first preemption."""
     if not info.swap_blocks:
         return None
@@ -186,7 +183,7 @@ def warm_up(executor: CudaExecutor, num_cells: int, adapter: Adapter | None = No
     held: tuple[int, ...] = ()
     for number, lengths in enumerate(batches):
         method = Method.PREFILL if sum(lengths) > 1 else Method.DECODE
-        chunks = _chunks(lengths, adapter)
+        chunks = trial_chunks(lengths, adapter)
         executor.launch(Step(number, chunks, (Slice(0, sum(lengths), method),), held))
         executor.collect()
         held = tuple(chunk.sequence_id for chunk in chunks)
@@ -194,8 +191,9 @@ def warm_up(executor: CudaExecutor, num_cells: int, adapter: Adapter | None = No
     executor.collect()
 
 
-def _cells_that_fit(make: Make, info: ProgramInfo, device: torch.device, config: EngineConfig) -> int:
-    """Run a trial with a small pool, and see what it leaves. A pool that grows needs room for the old one
+def cells_that_fit(make: Callable[[int], object], info: ProgramInfo, device: torch.device, config: EngineConfig) -> int:
+    """Run a trial with a small pool, and see what it leaves: `make` gives all that has a pool of so many cells, and has
+    run once. A pool that grows needs room for the old one
     beside the last one: for half of it, or for the first one where that is larger."""
     utilization = config.gpu_memory_utilization
     weight_bytes = torch.cuda.memory_allocated(device)
@@ -233,7 +231,7 @@ def _free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def _chunks(lengths: list[int], adapter: Adapter | None) -> tuple[Chunk, ...]:
+def trial_chunks(lengths: list[int], adapter: Adapter | None = None) -> tuple[Chunk, ...]:
     """Drawing chunks of these lengths, in the first cells of the pool."""
     ends = list(itertools.accumulate(lengths))
     return tuple(

@@ -24,8 +24,8 @@ def plan_for_gpu(spans: Sequence[Span], shared_heads: int, device: torch.device)
 def update_and_attend_on_gpu(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, packed: PackedPlan, window: int | None
 ) -> Tensor:
-    """Write `key` and `value` [T, J, D] to their cells of one layer's `keys`, `values` [num_cells + 1, J, D], and attend
-    with `query` [T, H, D] to what each token sees; [T, H, D]. Waits for nothing, so it can be captured."""
+    """Write `key` and `value` [T, J, D] to their cells of one layer's `keys` and `values` [num_cells + 1, J, D], and
+    attend with `query` [T, H, D] to what each token sees; [T, H, D]. Waits for nothing, so it can be captured."""
     if is_lone(packed):
         return attend_lone(query, key, value, keys, values, unpack_lone(packed), window)
     plan = unpack_prefill(packed, query.shape[1] // key.shape[1])

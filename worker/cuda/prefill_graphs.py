@@ -8,7 +8,7 @@ for wide prefills: they keep the device busy for longer than launching them take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 from planner.request import TokenArray
 from worker.attention import Span
 from worker.cuda.decode_state import StagingRing
-from worker.cuda.graphs import captured
+from worker.cuda.graphs import Capture, Forward, captures
 from worker.cuda.prefill_plan import LONG_ROWS, SHORT_ROWS, WIDE_ROWS, PrefillPlan, plan_parts
 from worker.kv_pool import KvPool
 
@@ -34,11 +34,6 @@ class Prefill(Protocol):
     """`worker.cuda.prefill.PrefillChain`, or something around it."""
 
     def hidden(self, tokens: Tensor, plan: PrefillPlan, rows: Tensor) -> Tensor: ...
-
-
-Forward = Callable[[], Tensor]
-Capture = Callable[[Forward], Forward]
-"""Makes a forward ready to run again and again; what a run returns lasts until the next one."""
 
 
 class PrefillGraphs:
@@ -72,7 +67,7 @@ class PrefillGraphs:
     def rebind(self) -> None:
         """Capture all forwards, again if the pool has moved."""
         self._forwards = {}  # the old graphs' memory serves the new ones
-        capture = self._capture or _captures()
+        capture = self._capture or captures()
         for width in reversed(self._widths):
             self._upload_table(width, [])
             self._forwards[width] = capture(self._forward(width))
@@ -143,18 +138,3 @@ def _sizes(width: int, shared_heads: int) -> list[int]:
     long = rows * (LONG_ROWS + least) // (LONG_ROWS * least)  # likewise
     entries = (4 * width, width, width, 2 * wide, 2 * long, 2 * width)
     return [-(-size // _ALIGNED) * _ALIGNED for size in entries]
-
-
-def _captures() -> Capture:
-    memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def capture(forward: Forward) -> Forward:
-        graph, result = captured(forward, memory, stream)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay
-
-    return capture

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planner.request import TokenArray
 from planner.slices import Method, decode_width, pad_selector
 from worker.attention import Span
 from worker.attention_op import plan_attention
@@ -40,12 +41,49 @@ class CompiledMethod(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Methods:
+    """All that a program has: `decodes` by width, and the prefill."""
+
+    decodes: Mapping[int, CompiledMethod]
+    prefill: CompiledMethod
+
+
+def decode_ladder(metadata: ProgramMetadata, methods: Methods, widths: tuple[int, ...]) -> Mapping[int, CompiledMethod]:
+    """What decodes of lone tokens run, by ascending width: the methods of just that width, and for those of `widths`
+    that have none the prefill, which takes any number of tokens from m to W."""
+    m, w = metadata.min_prefill_tokens, metadata.max_prefill_tokens
+    by_prefill = {width: methods.prefill for width in widths if m <= width <= w}
+    return dict(sorted((by_prefill | dict(methods.decodes)).items()))
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Consecutive rows of a forward that one call runs: R tokens and positions, int64, and the spans that hold them."""
 
-    tokens: np.ndarray
-    positions: np.ndarray
+    tokens: TokenArray
+    positions: TokenArray
     spans: tuple[Span, ...]
+
+    @classmethod
+    def nothing(cls) -> Rows:
+        return cls(np.empty(0, np.int64), np.empty(0, np.int64), ())
+
+
+def padded(rows: Rows, width: int, scratch_cell: int) -> Rows:
+    """Lone tokens, and as many more as `width` needs that are nobody's."""
+    num_rows = len(rows.spans)
+    scratch = np.array([scratch_cell], dtype=np.int32)
+    idle = tuple(Span(row, 0, 1, scratch) for row in range(num_rows, width))
+    zeros = np.zeros(width - num_rows, dtype=np.int64)
+    return Rows(np.concatenate((rows.tokens, zeros)), np.concatenate((rows.positions, zeros)), (*rows.spans, *idle))
+
+
+class CapturedMethods(Protocol):
+    """Decodes that were captured, by width; see `worker.programs.captured`."""
+
+    def takes(self, spans: Sequence[Span]) -> bool: ...
+
+    def run(self, rows: Rows, selector: Sequence[int]) -> Tensor: ...
 
 
 class ProgramForwards:
@@ -57,12 +95,16 @@ class ProgramForwards:
         pool: KvPool,
         decodes: Mapping[int, CompiledMethod],
         prefill: CompiledMethod,
+        captured: CapturedMethods | None = None,
     ) -> None:
-        """`decodes` by width. `pool` has the program's geometry, dtype and device, and any number of cells."""
+        """`decodes` by width. `pool` has the program's geometry, dtype and device, and any number of cells. `captured`:
+        the same decodes, captured."""
         self._metadata = metadata
         self._pool = pool
         self._decodes = decodes
+        self._widths = sorted(decodes)
         self._prefill = prefill
+        self._captured = captured
         self._num_calls = 0
 
     @property
@@ -77,21 +119,19 @@ class ProgramForwards:
         if num_rows >= self._metadata.min_prefill_tokens:
             least = self._metadata.min_prefill_tokens
             return _Computed(self._call(self._prefill, rows, pad_selector(_some(wanted, num_rows), least)), wanted)
-        # Each row sees what the rows before it wrote.
-        computed = [self._decode(_one(rows, row), [0]) for row in range(num_rows)]
+        # Each row sees what the rows before it wrote. What a captured decode gives lasts until the next one.
+        computed = [self._decode(_one(rows, row), [0]).clone() for row in range(num_rows)]
         return _Computed(torch.cat(computed), range(num_rows))
 
     def _decode(self, rows: Rows, wanted: Sequence[int]) -> Tensor:
         """Lone tokens, in the narrowest decode that holds them."""
         num_rows = len(rows.tokens)
-        width = decode_width(num_rows, self._metadata.widths)
-        scratch = np.array([self._pool.scratch_cell], dtype=np.int32)
-        idle = tuple(Span(row, 0, 1, scratch) for row in range(num_rows, width))
-        padding = np.zeros(width - num_rows, dtype=np.int64)
-        padded = Rows(
-            np.concatenate((rows.tokens, padding)), np.concatenate((rows.positions, padding)), (*rows.spans, *idle)
-        )
-        return self._call(self._decodes[width], padded, pad_selector(_some(wanted, num_rows), width))
+        width = decode_width(num_rows, self._widths)
+        whole, chosen = padded(rows, width, self._pool.scratch_cell), pad_selector(_some(wanted, num_rows), width)
+        if self._captured is None or not self._captured.takes(whole.spans):
+            return self._call(self._decodes[width], whole, chosen)
+        self._num_calls += 1
+        return self._captured.run(whole, chosen)
 
     def _call(self, method: CompiledMethod, rows: Rows, selector: Sequence[int]) -> Tensor:
         self._num_calls += 1

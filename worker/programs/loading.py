@@ -12,11 +12,11 @@ from planner.limits import SWAP_BLOCK_CELLS
 from planner.slices import Method
 from worker.config import EngineConfig
 from worker.executor import ProgramInfo
-from worker.kv_pool import KvPool, bytes_per_cell
+from worker.kv_pool import bytes_per_cell
 from worker.machine import default_cells
 from worker.masks import MaskMaker
 from worker.program import executor_over, make_pool, swap_space
-from worker.programs.forwards import CompiledMethod, ProgramForwards
+from worker.programs.forwards import CompiledMethod, Methods, ProgramForwards
 from worker.programs.machine import platform_of, torch_version
 from worker.programs.metadata import ProgramMetadata, method_name, read_metadata
 from worker.programs.weight_store import map_weights
@@ -34,14 +34,23 @@ def build_program_executor(config: EngineConfig, masks: MaskMaker) -> TorchExecu
     metadata = read_metadata(path)
     check_machine(metadata)
     info = program_info(metadata, config)
-    pool = make_pool(config, info)
-    return executor_over(pool, info, load_forwards(path, metadata, pool), masks)
+    if metadata.device == "cuda":
+        from worker.programs.on_gpu import build_on_gpu  # needs Triton, which only a GPU's machine has
+
+        return build_on_gpu(config, metadata, info, load_methods(path, metadata), masks)
+    pool, methods = make_pool(config, info), load_methods(path, metadata)
+    return executor_over(pool, info, ProgramForwards(metadata, pool, methods.decodes, methods.prefill), masks)
 
 
-def load_forwards(path: Path, metadata: ProgramMetadata, pool: KvPool) -> ProgramForwards:
-    """The compiled methods over `pool`, which has the program's geometry. Raises `InvalidProgram` naming what is
-    missing."""
-    weights = {name: tensor.to(metadata.device) for name, tensor in map_weights(path).items()}
+def load_methods(path: Path, metadata: ProgramMetadata) -> Methods:
+    """The compiled methods and their weights. Raises `InvalidProgram` naming what is missing, `InvalidConfiguration`
+    where the device has no room."""
+    try:
+        weights = {name: tensor.to(metadata.device) for name, tensor in map_weights(path).items()}
+    except torch.OutOfMemoryError as error:
+        raise InvalidConfiguration(
+            f"the GPU's memory does not hold the program's weights: {error}", param="model"
+        ) from error
 
     def method(name: str) -> CompiledMethod:
         try:
@@ -53,7 +62,7 @@ def load_forwards(path: Path, metadata: ProgramMetadata, pool: KvPool) -> Progra
         return _Loaded(loaded, weights)
 
     decodes = {width: method(method_name(Method.DECODE, width)) for width in metadata.widths}
-    return ProgramForwards(metadata, pool, decodes, method(method_name(Method.PREFILL)))
+    return Methods(decodes, method(method_name(Method.PREFILL)))
 
 
 def check_machine(metadata: ProgramMetadata) -> None:

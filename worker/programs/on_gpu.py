@@ -1,0 +1,113 @@
+"""Makes a program's executor on a GPU: decodes of a whole ladder of widths, captured, and a pool of what is left.
+
+As for other models, what graphs and forwards take is measured and not computed: a trial with a small pool captures all
+widths and runs the widest prefill, and then the device says what is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from planner.errors import InvalidConfiguration
+from planner.request import SamplingParams
+from planner.slices import Method, Slice
+from worker.attention_op import distinct_windows
+from worker.batch import cut
+from worker.cell_image import CellLayout
+from worker.config import EngineConfig
+from worker.cuda.memory import cells_that_fit, pinned_swap, trial_chunks
+from worker.cuda.mover import CudaMover
+from worker.executor import ProgramInfo
+from worker.forwards import Forwards
+from worker.kv_pool import KvPool
+from worker.masks import MaskMaker
+from worker.pool_port import PoolPort
+from worker.program import make_pool
+from worker.programs.captured import CapturedDecodes
+from worker.programs.forwards import CompiledMethod, Methods, ProgramForwards, decode_ladder
+from worker.programs.metadata import ProgramMetadata
+from worker.sampler import Draw, sample
+from worker.torch_executor import TorchExecutor
+
+logger = logging.getLogger(__name__)
+
+# Of a warm-up's prefill: chunks that attention's kernels take in tiles of every kind.
+_SMALL_CHUNKS = (1, 3, 40)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A pool, and what runs over it."""
+
+    pool: KvPool
+    forwards: Forwards
+
+
+def build_on_gpu(
+    config: EngineConfig, metadata: ProgramMetadata, info: ProgramInfo, methods: Methods, masks: MaskMaker
+) -> TorchExecutor:
+    """Size the pool, unless `config` or the program say how large it is, capture all decodes unless told not to, and
+    run everything once.
+
+    Raises `InvalidConfiguration` where the memory does not hold one context's cells, or not as many as were asked for.
+    """
+    began = time.perf_counter()
+    decodes = decode_ladder(metadata, methods, config.decode_widths)
+    info = replace(info, widths=tuple(decodes))
+
+    def make(num_cells: int) -> _Running:
+        pool = make_pool(config, replace(info, num_cells=num_cells))
+        captured = _captured(metadata, decodes, pool) if config.cuda_graph else None
+        forwards = ProgramForwards(metadata, pool, decodes, methods.prefill, captured)
+        warm_up(forwards, info, num_cells)
+        return _Running(pool, forwards)
+
+    told = config.max_cells or metadata.cells
+    try:
+        num_cells = told or cells_that_fit(make, info, torch.device(info.device), config)
+        sized = time.perf_counter()
+        running = make(num_cells)
+    except torch.OutOfMemoryError as error:
+        raise InvalidConfiguration(
+            f"the GPU's memory does not hold the pool and the work beside the weights, of which a prefill of "
+            f"{info.max_prefill_tokens} tokens with the logits of all is the largest: {error}",
+            param="gpu_memory_utilization" if told is None else "max_cells",
+        ) from error
+    logger.info("sized in %.1f s, captured in %.1f s", sized - began, time.perf_counter() - sized)
+    info, pool = replace(info, num_cells=num_cells), running.pool
+    port = PoolPort(CudaMover(pool), CellLayout.of(info))
+    return TorchExecutor(info, running.forwards, pinned_swap(info, pool), masks, port)
+
+
+def warm_up(forwards: Forwards, info: ProgramInfo, num_cells: int) -> None:
+    """Run what is large or slow the first time: the widest prefill that `num_cells` hold, giving the logits of every
+    row, as log probabilities of prompts need them; prefills of few tokens, since the library has kernels of its own for
+    each number of rows; and as many draws as there may be. Raises what torch raises where there is no room."""
+    room = min(info.max_prefill_tokens, num_cells)
+    widths = [1 << exponent for exponent in range(room.bit_length())]
+    with torch.inference_mode():
+        for width in [room, *widths]:
+            chunks = trial_chunks(_lengths(width, info.context))
+            method = Method.PREFILL if width > 1 else Method.DECODE
+            batch = cut(chunks, Slice(0, width, method), wanted=lambda index: True)
+            assert batch is not None
+            logits = forwards.run(batch, method, range(width)).rows(range(min(width, info.widths[-1])))
+            sample(logits, [Draw(SamplingParams(temperature=1.0, top_p=0.9), 1)] * len(logits))
+            del logits
+
+
+def _lengths(num_tokens: int, context: int) -> list[int]:
+    """Chunks of so many tokens: small ones of every kind where there is room for them, and long ones."""
+    small = [length for length in _SMALL_CHUNKS if num_tokens > 2 * sum(_SMALL_CHUNKS) and length <= context]
+    whole, rest = divmod(num_tokens - sum(small), context)
+    return small + [context] * whole + ([rest] if rest else [])
+
+
+def _captured(metadata: ProgramMetadata, decodes: Mapping[int, CompiledMethod], pool: KvPool) -> CapturedDecodes:
+    num_plans = len(distinct_windows(metadata.windows))
+    return CapturedDecodes(decodes, pool, vocab_size=metadata.vocab_size, num_plans=num_plans)
