@@ -193,8 +193,8 @@ def warm_up(executor: CudaExecutor, num_cells: int, adapter: Adapter | None = No
 
 def cells_that_fit(make: Callable[[int], object], info: ProgramInfo, device: torch.device, config: EngineConfig) -> int:
     """Run a trial with a small pool, and see what it leaves: `make` gives all that has a pool of so many cells, and has
-    run once. A pool that grows needs room for the old one
-    beside the last one: for half of it, or for the first one where that is larger."""
+    run once. A pool that grows needs room for the old one beside the last one: for half of it, or for the first one
+    where that is larger."""
     utilization = config.gpu_memory_utilization
     weight_bytes = torch.cuda.memory_allocated(device)
     free_before = _free_bytes(device)
