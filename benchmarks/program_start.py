@@ -1,154 +1,260 @@
-"""How soon a program answers, against loading its model and against compiling at the start; and that it answers alike.
+"""How soon a program answers, against loading its model and against compiling at the start; and how fast it goes on.
 
-Every figure is of a process of its own, from before torch is imported to the first token of a prompt. Then the program
-is compared with the eager model, token by token, under each schedule: alone, batched, in chunks, preempted, forked.
-Needs the test tree (for its rig) and a C++ compiler.
+Every figure is of a process of its own, from before torch is imported to the first token of a prompt, then decodes of
+one and of eight sequences. On a CPU the program is also compared with the eager model, token by token, under each
+schedule: alone, batched, in chunks, preempted, forked. `--device cuda --shape qwen3-0.6b` needs no model: its weights
+are random, and `--layers` bounds how long compiling takes. What compiles at the start does so with an empty cache, and
+once more with what the first time left there. Needs the test tree (for its rig) and a C++ compiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks.program_schedules import SIZES, compare
 from benchmarks.record import record
-from cluster.checkpoints import resolve
 
 PROMPT = list(range(100, 132))
-SIZES = (1, 2, 5, 16, 40, 130)
-NUM_TOKENS = 6
-LONGER, FEW_CELLS = 24, 90
-"""Answers of so many tokens, to all prompts but the longest, begin together in so many cells and outgrow them."""
+ROWS = (1, 8)
+NUM_STEPS = 32
 
 
-def first_token(start: str, model: str) -> None:
-    """Print seconds and the token; `start` is how the engine comes to be."""
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is started: `settings` are those of an engine, for the model and for the program alike."""
+
+    model: str
+    program: str
+    settings: dict[str, Any]
+    of_model: dict[str, Any]
+
+
+def first_token(start: str, subject: Subject) -> None:
+    """Print seconds, tokens, and milliseconds a step later; `start` is how the engine comes to be."""
     began = time.perf_counter()
-    from planner.slices import Method, Slice
-    from planner.step import Step
-    from tests.torch_rig import chunk, token_of
+    from tests.torch_rig import token_of
     from worker.config import EngineConfig
     from worker.program import build_executor
 
-    config = EngineConfig(model=model, device="cpu", max_model_len=2048, max_cells=4096)
-    executor = _compiling(config) if start == "compile" else build_executor(config)
-    prompt = chunk(PROMPT, range(len(PROMPT)))
-    executor.launch(Step(1, (prompt,), (Slice(0, len(PROMPT), Method.PREFILL),)))
-    token = token_of(executor.collect().outcomes[0])
+    model = EngineConfig(model=subject.model, **subject.settings, **subject.of_model)
+    graphs = start != "program without graphs"
+    program = EngineConfig(model=subject.program, **subject.settings, cuda_graph=graphs)
+    executor = _compiling(model) if start == "compile" else build_executor(model if start == "model" else program)
+    started = time.perf_counter() - began
+    steps = Steps(executor)
+    token = token_of(steps.prefill())
     prefilled = time.perf_counter() - began
-    following = chunk([token], range(len(PROMPT) + 1), start=len(PROMPT))
-    executor.launch(Step(2, (following,), (Slice(0, 1, Method.DECODE),)))
-    tokens = [token, token_of(executor.collect().outcomes[0])]
-    print(json.dumps({"first_token_s": prefilled, "second_token_s": time.perf_counter() - began, "tokens": tokens}))
+    tokens = [token, token_of(steps.decode([token])[0])]
+    seconds = {"started_s": started, "first_token_s": prefilled, "second_token_s": time.perf_counter() - began}
+    later = {f"ms_a_step_of_{rows}": 1e3 * steps.seconds_of(rows) for rows in ROWS}
+    print(json.dumps(seconds | later | {"tokens": tokens}))
+
+
+class Steps:
+    """One executor's steps over sequences of the same prompt, each in cells of its own."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._position = len(PROMPT)
+
+    def prefill(self) -> Any:
+        from planner.slices import Method
+        from tests.torch_rig import chunk
+
+        return self._run([chunk(PROMPT, self._cells(0)[: len(PROMPT)])], Method.PREFILL)[0]
+
+    def join(self, row: int) -> None:
+        """Another sequence, as long as the first one is by now."""
+        from planner.slices import Method
+        from tests.torch_rig import chunk
+
+        tokens = [100 + row] * self._position
+        self._run([chunk(tokens, self._cells(row)[: len(tokens)], sequence_id=row + 1)], Method.PREFILL)
+
+    def decode(self, tokens: Sequence[int]) -> list[Any]:
+        """The next position of as many sequences as there are tokens."""
+        from planner.slices import Method
+        from tests.torch_rig import chunk
+
+        start = self._position
+        self._position += 1
+        chunks = [
+            chunk([token], self._cells(row)[: start + 1], start=start, sequence_id=row + 1)
+            for row, token in enumerate(tokens)
+        ]
+        return self._run(chunks, Method.DECODE)
+
+    def seconds_of(self, rows: int) -> float:
+        """A step of so many sequences, after a few that are not counted."""
+        from tests.torch_rig import token_of
+
+        for row in range(1, rows):
+            self.join(row)
+        for _ in range(4):
+            self.decode([7] * rows)
+        began = time.perf_counter()
+        for _ in range(NUM_STEPS):
+            for outcome in self.decode([7] * rows):
+                token_of(outcome)
+        return (time.perf_counter() - began) / NUM_STEPS
+
+    def _run(self, chunks: Sequence[Any], method: Any) -> list[Any]:
+        from planner.slices import Slice
+        from planner.step import Step
+
+        total = sum(chunk.length for chunk in chunks)
+        widest = self._executor.info.widths[-1]
+        at_once = total if method.value == "prefill" else widest
+        slices = tuple(Slice(at, min(at_once, total - at), method) for at in range(0, total, at_once))
+        self._executor.launch(Step(1, tuple(chunks), slices))
+        return list(self._executor.collect().outcomes)
+
+    def _cells(self, row: int) -> range:
+        return range(256 * row, 256 * (row + 1))
 
 
 def _compiling(config: Any) -> Any:
     """An executor whose two methods torch.compile compiles when they first run."""
+    from dataclasses import replace
+
     import torch
 
-    from worker.kv_pool import KvPool
-    from worker.program import load_program
-    from worker.programs.forwards import ProgramForwards
+    from worker.program import load_program, make_pool
+    from worker.programs.forwards import Methods, ProgramForwards, decode_ladder
     from worker.programs.metadata import ProgramMetadata
     from worker.programs.traced import TracedDecoder
     from worker.torch_executor import TorchExecutor
 
     program = load_program(config, keep_blocks=False)
     info, model = program.info, program.decoder.config
-    pool = KvPool(info.num_layers, info.num_cells, info.num_kv_heads, info.head_dim, torch.float32, torch.device("cpu"))
     module = TracedDecoder(program.decoder).eval()
     metadata = ProgramMetadata(
         format=1, name=info.name, architecture=info.architecture, vocab_size=info.vocab_size, context=info.context,
-        max_prefill_tokens=info.max_prefill_tokens, min_prefill_tokens=2, widths=(1,), cells=None,
+        max_prefill_tokens=info.max_prefill_tokens, min_prefill_tokens=info.min_prefill_tokens, widths=(1,), cells=None,
         num_layers=info.num_layers, num_heads=model.num_heads, num_kv_heads=info.num_kv_heads, head_dim=info.head_dim,
-        windows=model.windows, dtype="float32", quantization="none", device="cpu", platform=(), torch="",
-        source_sha256="", weight_bytes=0, weights={},
+        windows=model.windows, dtype=config.dtype, quantization=config.quantization, device=config.device, platform=(),
+        torch="", source_sha256="", weight_bytes=0, weights={},
     )  # fmt: skip
-    decode, prefill = torch.compile(module, dynamic=False), torch.compile(module, dynamic=True)
-    return TorchExecutor(info, ProgramForwards(metadata, pool, {1: decode}, prefill))
+    methods = Methods({1: torch.compile(module, dynamic=False)}, torch.compile(module, dynamic=True))
+    # As the program itself runs there: on a CPU a decode has one row.
+    ladder = decode_ladder(metadata, methods, ROWS if config.device == "cuda" else (1,))
+    info = replace(info, widths=tuple(ladder))
+    return TorchExecutor(info, ProgramForwards(metadata, make_pool(config, info), ladder, methods.prefill))
 
 
-def compare(program: str, model: str) -> dict[str, bool]:
-    """Whether the program gives the eager model's tokens, by schedule."""
-    from planner.request import Request, SamplingParams
-    from tests.torch_rig import Rig, request
+def export(subject: Subject) -> None:
     from worker.config import EngineConfig
-    from worker.program import build_executor
+    from worker.programs.export import export_model
 
-    def engine(path: str, cells: int, **changes: Any) -> Any:
-        settings: dict[str, Any] = {"model": path, "device": "cpu", "max_model_len": 2048, "max_cells": cells}
-        return build_executor(EngineConfig(**(settings | changes)))
-
-    random = np.random.default_rng(5)
-    prompts = [random.integers(0, 49152, size=size).tolist() for size in SIZES]
-
-    def requests(n: int = 1) -> Sequence[Request]:
-        return [request(prompt, NUM_TOKENS, SamplingParams(temperature=0.0), n=n) for prompt in prompts]
-
-    def longer() -> Sequence[Request]:
-        return [request(prompt, LONGER, SamplingParams(temperature=0.0)) for prompt in prompts[:-1]]
-
-    eager = Rig(engine(model, 2048))
-    expected, expected_of_longer = eager.answer_alone(requests()), eager.answer_alone(longer())
-    roomy = engine(program, 2048)
-    cramped = Rig(engine(program, FEW_CELLS))
-    same = {
-        "alone": Rig(roomy).answer_alone(requests()) == expected,
-        "batched": Rig(roomy).answer(requests()) == expected,
-        "chunks of 8": Rig(roomy, prefill_chunk_tokens=8).answer(requests()) == expected,
-        "preempted": cramped.answer(longer()) == expected_of_longer and cramped.planner.metrics.num_preemptions > 0,
-        "forked": Rig(roomy).answer(requests(3)) == [answer * 3 for answer in expected],
-        "m = 5": Rig(engine(program, 2048, min_prefill_tokens=5)).answer(requests()) == expected,
-    }
-    print(json.dumps(same))
-    return same
+    config = EngineConfig(model=subject.model, **subject.settings, **subject.of_model)
+    export_model(config, Path(subject.program), (1,), {}, lambda line: print(line, file=sys.stderr))
 
 
-def in_a_process(*arguments: str) -> Any:
-    command = [sys.executable, "-m", "benchmarks.program_start", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def in_a_process(task: str, subject: Subject, environment: Mapping[str, str] | None = None) -> Any:
+    """The last line that a task prints; its log goes where ours does."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.program_start",
+        "--task",
+        task,
+        "--subject",
+        json.dumps(asdict(subject)),
+    ]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **(environment or {})}
+    )
+    return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
+
+
+def measured(subject: Subject, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    if args.program is None:
+        began = time.perf_counter()
+        in_a_process("export", subject)
+        figures["export_s"] = time.perf_counter() - began
+    figures["program_bytes"] = Path(subject.program).stat().st_size
+    on_gpu = args.device == "cuda"
+    if not on_gpu and args.shape is None:
+        figures["same_tokens"] = in_a_process("compare", subject)
+    for start in ("model", "program", *(["program without graphs"] if on_gpu else [])):
+        repeats = args.repeats if start != "program without graphs" else 1
+        figures[start] = [in_a_process(start, subject) for _ in range(repeats)]
+    # Only the compiler's own: what Triton compiles of the kernels that all starts share is there already.
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")} if on_gpu else {}
+    for name in ("compile", *(["compile again"] if on_gpu else [])):
+        figures[name] = [in_a_process("compile", subject, cache)]
+    return figures
+
+
+def subject_of(args: argparse.Namespace, folder: Path) -> Subject:
+    settings: dict[str, Any] = {"device": args.device, "max_model_len": 2048, "max_cells": 4096}
+    of_model: dict[str, Any] = {"quantization": args.quantization, "dtype": "float32"}
+    if args.quantization in ("int8", "int4"):
+        of_model["min_prefill_tokens"] = 5
+    if args.device == "cuda":
+        settings |= {"max_num_seqs": ROWS[-1], "max_prefill_tokens": 2048, "swap_space": 0.0}
+        of_model["dtype"] = "bfloat16"
+    if args.shape is not None:
+        from benchmarks.random_model import MODELS
+
+        of_model["load_format"] = "dummy"
+        layers = {} if args.layers is None else {"num_hidden_layers": args.layers}
+        model = folder / args.shape
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(MODELS[args.shape] | layers))
+    else:
+        from cluster.checkpoints import resolve
+
+        model = resolve(args.model)
+    return Subject(str(model), str(args.program or folder / "program.pt2"), settings, of_model)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--shape", help="random weights of this shape instead of a model, as qwen3-0.6b")
+    parser.add_argument("--layers", type=int, help="of the shape, so many layers only")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--quantization", choices=("none", "int8", "int4", "fp8"), default="none")
     parser.add_argument("--program", type=Path, help="exported before; made and thrown away if not given")
     parser.add_argument("--keep", action="store_true", help="write the result to benchmarks/results")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--first-token", choices=("model", "program", "compile"), help=argparse.SUPPRESS)
-    parser.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    parser.add_argument("--subject", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    model = str(resolve(args.model))
-    if args.first_token is not None:
-        return first_token(args.first_token, str(args.program) if args.first_token == "program" else model)
-    if args.compare:
-        compare(str(args.program), model)
-        return None
+    if args.task is not None:
+        return run_task(args.task, Subject(**json.loads(args.subject)))
     with tempfile.TemporaryDirectory() as folder:
-        program = args.program or Path(folder) / "program.pt2"
-        export_s = None
-        if args.program is None:
-            began = time.perf_counter()
-            export = [sys.executable, "-m", "cluster.cli", "export", args.model, "--output", str(program)]
-            subprocess.run([*export, "--device", "cpu", "--max-model-len", "2048"], check=True)
-            export_s = time.perf_counter() - began
-        given = ["--program", str(program), "--model", args.model]
-        figures: dict[str, Any] = {"export_s": export_s, "program_bytes": program.stat().st_size}
-        figures["same_tokens"] = in_a_process("--compare", *given)
-        for start, repeats in (("model", args.repeats), ("program", args.repeats), ("compile", 1)):
-            figures[start] = [in_a_process("--first-token", start, *given) for _ in range(repeats)]
-    config = {"model": args.model, "prompt_tokens": len(PROMPT), "sizes": SIZES, "repeats": args.repeats}
-    record("program-start", config, figures, keep=args.keep)
+        subject = subject_of(args, Path(folder))
+        figures = measured(subject, args, Path(folder))
+    config = {
+        "model": args.shape or args.model, "layers": args.layers, "prompt_tokens": len(PROMPT), "sizes": SIZES,
+        "repeats": args.repeats, "settings": subject.settings | subject.of_model,
+    }  # fmt: skip
+    kind = "" if args.device == "cpu" else f"-{args.device}-{args.quantization}"
+    record(f"program-start{kind}", config, figures, keep=args.keep)
     return None
+
+
+def run_task(task: str, subject: Subject) -> None:
+    match task:
+        case "export":
+            export(subject)
+        case "compare":
+            compare(subject.program, subject.model)
+        case _:
+            first_token(task, subject)
 
 
 if __name__ == "__main__":
