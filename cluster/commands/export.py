@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_widths,
         default=(1,),
         metavar="N,N,...",
-        help="sequences that a decode is compiled for, ascending from 1; each takes its time to compile (default: 1)",
+        help="sequences that a decode is compiled for, ascending from 1; each takes its time to compile, and on a GPU "
+        "other numbers of them run by the prefill (default: 1)",
     )
     add_engine_flags(parser, without=ADAPTERS | _OF_ENGINES)
 

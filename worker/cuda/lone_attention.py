@@ -19,6 +19,7 @@ from torch import Tensor
 from worker.cuda.decode_attention import LOG2_E, older_cells
 from worker.cuda.decode_parts import leave_part
 from worker.cuda.lone_plan import LonePlan
+from worker.cuda.write_cells import heads_are_together
 
 # Programs that a launch aims at, so that few tokens keep the whole device busy, and most parts of one context.
 _PROGRAMS = 1024
@@ -43,8 +44,7 @@ def attend_lone(
     assert num_heads % num_kv_heads == 0
     assert num_tokens == len(plan.positions) == len(key) == len(value)
     assert query.dtype == key.dtype == value.dtype == keys.dtype == values.dtype
-    for tensor in (query, key, value):
-        assert tensor.stride()[1:] == (head_dim, 1)
+    assert all(heads_are_together(heads) for heads in (query, key, value))
     assert keys.is_contiguous()
     assert values.is_contiguous()
     splits = num_splits(num_tokens, num_kv_heads)

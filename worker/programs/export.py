@@ -54,6 +54,9 @@ _COMPILING: dict[str, Any] = {
     "aot_inductor.use_runtime_constant_folding": False,
     "cpp.dynamic_threads": True,  # as many as torch has when the program runs, not when it was made
 }
+# On a GPU a product of one row with int8 weights is worth a kernel that reads them as they are: otherwise all weights
+# become 16 bits wide first, at each step. With this the compiler makes one, trying sizes of tiles for a minute or so.
+_FUSED_PRODUCTS: dict[str, Any] = {"coordinate_descent_tuning": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,8 @@ def export_program(source: ExportSource, output: Path, report: Report = lambda l
         name = method_name(method, width)
         report(f"compiling {name}")
         traced = trace(module, source.decoder, source.info, width)
-        files[name] = _compile(traced)
+        fused = width == 1 and source.decoder.device.type == "cuda" and source.quantization == "int8"
+        files[name] = _compile(traced, _COMPILING | (_FUSED_PRODUCTS if fused else {}))
     report(f"writing {output}")
     weights = plain_tensors(module)
     metadata = _metadata(source, weights)
@@ -122,12 +126,12 @@ def trace(module: TracedDecoder, decoder: Decoder, info: ProgramInfo, width: int
         return torch.export.export(module, arguments, dynamic_shapes=shapes, strict=False)
 
 
-def _compile(traced: ExportedProgram) -> Any:
+def _compile(traced: ExportedProgram, options: dict[str, Any]) -> Any:
     """Files of compiled code, as `package_aoti` takes them."""
     with torch.no_grad(), warnings.catch_warnings():
         # torch's own use of a class that it deprecates.
         warnings.filterwarnings("ignore", message=".*treespec", category=FutureWarning)
-        return torch._inductor.aot_compile(traced.module(), traced.example_inputs[0], options=_COMPILING)
+        return torch._inductor.aot_compile(traced.module(), traced.example_inputs[0], options=options)
 
 
 def hash_weights(weights: DecoderWeights) -> str:

@@ -70,7 +70,8 @@ class TracedDecoder(nn.Module):
         spec = _Spec.of(tensor)
         self._specs[name] = spec
         for part, plain in spec.parts(tensor).items():
-            self.register_buffer(name + part, plain)
+            # Compiled code holds the strides, and the file the bytes alone, in order.
+            self.register_buffer(name + part, plain.contiguous())
 
     def _tensor(self, name: str) -> Tensor:
         spec = self._specs[name]
