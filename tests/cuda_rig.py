@@ -22,7 +22,7 @@ from worker.attention import TorchAttention
 from worker.cell_image import CellLayout
 from worker.cell_rows import SCALED, packed_rows, unpacked_rows
 from worker.cuda.adapted_prefill import Adapted, AdaptedPrefill
-from worker.cuda.decode import Capture, CudaDecode, Steps
+from worker.cuda.decode import Capture, CudaDecode, Plan, Steps
 from worker.cuda.decode_shape import decode_shape
 from worker.cuda.executor import CudaExecutor
 from worker.cuda.graphs import DecodeGraphs, Draw, LaunchedSteps
@@ -150,6 +150,7 @@ def cuda_executor(
     captured_widths: tuple[int, ...] = (),
     cell_dtype: torch.dtype | None = None,
     adapters: CudaLoraSlots | None = None,
+    plan: Plan | None = None,
 ) -> CudaExecutor:
     """`prefill` may put something around the executor's prefill chain. A `pool` with fewer cells than `num_cells`
     grows."""
@@ -157,8 +158,9 @@ def cuda_executor(
     info, config = model.info(num_cells, widths, max_prefill_tokens, **swaps), model.decoder.config
     pool = pool or model.pool(num_cells, cell_dtype=cell_dtype)
     decode = CudaDecode(
-        config, model.decoder.weights, model.rotary, pool, widths, capture=captures or Captures(), adapters=adapters
-    )
+        config, model.decoder.weights, model.rotary, pool, widths, capture=captures or Captures(), plan=plan,
+        adapters=adapters,
+    )  # fmt: skip
     chain = prefill(PrefillChain(config, model.decoder.weights, model.rotary, pool))
     swap = swap_space(info, pool)
     captured = _captured(chain, captured_widths, widths[-1], config, pool)

@@ -37,8 +37,10 @@ SHARED_MEMORY_BYTES = 227 * 1024
 @pytest.mark.parametrize(("name", "width"), list(itertools.product(SHAPES, WIDTHS)))
 def test_steps_with_adapters_have_whole_products_and_the_same_attention(name: str, width: int) -> None:
     plan = plan_decode(SHAPES[name], width, hopper=True)
-    beside = adapted(plan)
-    assert beside.chain is Chain.LIBRARY
+    beside = adapted(plan, SHAPES[name])
+    assert beside.chain is (Chain.LIBRARY if plan.chain is Chain.LIBRARY else Chain.SPLIT_K)
+    assert beside.whole_gate_up == (beside.chain is Chain.SPLIT_K)
+    assert beside.linear is None or beside.linear.gate_up.splits == 1, "SiLU reads one sum"
     assert beside.attention == plan.attention
     buffers = DecodeBuffers(SHAPES[name], width, [plan, beside], torch.device("meta"))
     buffers.fits(SHAPES[name], width, plan)

@@ -25,15 +25,18 @@ from benchmarks.random_model import write_model  # noqa: E402
 from planner.errors import InvalidConfiguration  # noqa: E402
 from planner.request import Adapter, Request, SamplingParams  # noqa: E402
 from tests.cuda_rig import CONTEXT, DEVICE, Captures, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
-from tests.test_gpu_lora_kernels import random_matrices  # noqa: E402
+from tests.lora_rig import merged_weights, random_matrices  # noqa: E402
+from tests.test_decode_chain import ONE_SPLIT, split_k  # noqa: E402
 from worker.cell_rows import SCALED  # noqa: E402
 from worker.config import EngineConfig  # noqa: E402
 from worker.cuda.decode import Capture  # noqa: E402
+from worker.cuda.decode_plan import DecodePlan  # noqa: E402
+from worker.cuda.decode_shape import DecodeShape  # noqa: E402
 from worker.cuda.executor import CudaExecutor  # noqa: E402
 from worker.cuda.graphs import Draw, LaunchedSteps  # noqa: E402
 from worker.cuda.lora import CudaLoraSlots  # noqa: E402
 from worker.models.decoder import Decoder  # noqa: E402
-from worker.models.lora import LoraMatrices, Site, site_shapes  # noqa: E402
+from worker.models.lora import LoraMatrices  # noqa: E402
 from worker.models.rope_tables import rope_tables  # noqa: E402
 from worker.program import build_executor, load_program  # noqa: E402
 
@@ -44,25 +47,12 @@ LENGTHS = (1, 3, 17, 2, 9) if INTERPRETED else (1, 3, 17, 40, 33, 65, 9, 5, 21)
 RANKS = ((4,), (8, 1), (0, 3, 2), (2, 0), (16,), (1,), (5, 7), (3, 0, 0))
 MAX_RANK = 16
 GREEDY = SamplingParams(temperature=0.0)
-SITES = {Site.QKV: "qkv", Site.OUTPUT: "output", Site.GATE_UP: "gate_up", Site.DOWN: "down"}
 
 
 def merged(model: Model, matrices: LoraMatrices) -> Model:
-    """The model with an adapter added to its weights, in the plainest way there is."""
-    layers = list(model.decoder.weights.layers)
-    for (index, site), pairs in matrices.products.items():
-        matrix, first = getattr(layers[index], SITES[site]).double().cpu(), 0
-        for pair, outputs in zip(pairs, _outputs(model, site), strict=True):
-            if pair is not None:
-                matrix[first : first + outputs] += pair.up.double().T @ pair.down.double()
-            first += outputs
-        layers[index] = replace(layers[index], **{SITES[site]: matrix.float().to(DEVICE)})
-    weights = replace(model.decoder.weights, layers=tuple(layers))
-    return replace(model, decoder=Decoder(model.decoder.config, weights, model.decoder.context))
-
-
-def _outputs(model: Model, site: Site) -> tuple[int, ...]:
-    return site_shapes(model.decoder.config)[site].outputs
+    decoder = model.decoder
+    weights = merged_weights(decoder.config, decoder.weights, matrices)
+    return replace(model, decoder=Decoder(decoder.config, weights, decoder.context))
 
 
 @dataclass(frozen=True)
@@ -99,7 +89,7 @@ def adapted_model(name: str) -> Adapted:
     model = tiny_model(name)
     config = model.decoder.config
     matrices = [
-        _weaker(random_matrices(config, seed, RANKS[seed], layers=1 + seed % 2)) for seed in range(NUM_ADAPTERS)
+        random_matrices(config, seed, RANKS[seed], layers=1 + seed % 2, strength=0.5) for seed in range(NUM_ADAPTERS)
     ]
     draw = np.random.default_rng(5)
     requests, expected = [], []
@@ -110,17 +100,6 @@ def adapted_model(name: str) -> Adapted:
         alone = replace(requests[-1], adapter=None)
         expected += Rig(torch_executor(model if each is None else merged(model, each))).answer([alone])
     return Adapted(model, matrices, requests, expected)
-
-
-def _weaker(matrices: LoraMatrices) -> LoraMatrices:
-    """So that answers are the adapter's and still the model's."""
-    return replace(
-        matrices,
-        products={
-            place: tuple(pair and replace(pair, up=pair.up * 0.5) for pair in pairs)
-            for place, pairs in matrices.products.items()
-        },
-    )
 
 
 @pytest.fixture(scope="module", params=["qwen3"] if INTERPRETED else ["llama", "qwen3", "qwen2", "biased"])
@@ -190,6 +169,16 @@ def test_forks_and_preemption(adapted: Adapted) -> None:
     expected = [answer * 2 for answer in adapted.expected]
     num_cells = sum(len(each.prompt) + NUM_TOKENS for each in adapted.requests)
     assert Rig(adapted.executor(num_cells=num_cells), depth=2, max_num_seqs=16).answer(forked) == expected
+
+
+def test_products_that_were_cut_into_parts(adapted: Adapted) -> None:
+    """The chain that leaves partial sums has one more of them."""
+
+    def plan(shape: DecodeShape, width: int) -> DecodePlan:
+        return replace(split_k(ONE_SPLIT, swap=False), width=width)
+
+    executor = adapted.executor(plan=plan, widths=(1, 2, 8))
+    assert Rig(executor, depth=2).answer(adapted.requests[:3]) == adapted.expected[:3]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter")

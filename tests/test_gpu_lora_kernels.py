@@ -21,9 +21,10 @@ pytestmark = pytest.mark.gpu
 
 from planner.request import Adapter  # noqa: E402
 from tests.cuda_rig import LLAMA  # noqa: E402
+from tests.lora_rig import random_matrices  # noqa: E402
 from worker.cuda.lora import FEW_ROWS, CudaLoraSlots  # noqa: E402
 from worker.models.config import ModelConfig  # noqa: E402
-from worker.models.lora import LoraMatrices, LowRank, Site, site_shapes  # noqa: E402
+from worker.models.lora import LoraMatrices, Site, site_shapes  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 # Sizes that are no powers of two, and heads of which there are fewer of keys than of queries.
@@ -32,22 +33,6 @@ WIDE = replace(LLAMA, hidden_size=2560, intermediate_size=3072, num_heads=20, nu
 # The interpreter multiplies bfloat16 matrices wrongly.
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def random_matrices(config: ModelConfig, seed: int, ranks: tuple[int, ...], *, layers: int) -> LoraMatrices:
-    """Of the first so many layers; parts take turns with the ranks, and 0 is a part without matrices."""
-    generator = torch.Generator().manual_seed(seed)
-    products: dict[tuple[int, Site], tuple[LowRank | None, ...]] = {}
-    for layer in range(layers):
-        for site, shape in site_shapes(config).items():
-            pairs: list[LowRank | None] = []
-            for part, outputs in enumerate(shape.outputs):
-                rank = ranks[(layer + part) % len(ranks)]
-                down = torch.randn(rank, shape.num_inputs, generator=generator) / shape.num_inputs**0.5
-                pairs.append(LowRank(down, torch.randn(rank, outputs, generator=generator)) if rank else None)
-            if any(pairs):
-                products[layer, site] = tuple(pairs)
-    return LoraMatrices(seed, products)
 
 
 class Loaded:

@@ -66,7 +66,7 @@ class CudaDecode:
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         plan = plan or partial(plan_decode, hopper=hopper)
         self._plans = {width: plan(shape, width) for width in widths}
-        self._adapted_plans = {} if adapters is None else {w: adapted(each) for w, each in self._plans.items()}
+        self._adapted_plans = {} if adapters is None else {w: adapted(each, shape) for w, each in self._plans.items()}
         self.state = DecodeState(
             num_slots=slots_needed(max_rows),
             max_rows=max_rows,
@@ -115,8 +115,9 @@ class CudaDecode:
     def _run(self, width: int, draw: Draw) -> None:
         if draw is Draw.ADAPTED:
             assert self._adapters is not None
-            beside = self._adapters.beside(self.state.row_adapters[:width])
-            self._chain.run(width, self._adapted_plans[width], self._draw_rows, beside)
+            plan = self._adapted_plans[width]
+            beside = self._adapters.beside(self.state.row_adapters[:width], dependent_launch=plan.dependent_launch)
+            self._chain.run(width, plan, self._draw_rows, beside)
         else:
             self._chain.run(width, self._plans[width], self._draw_rows if draw is Draw.SAMPLED else None)
 

@@ -85,4 +85,5 @@ def _partial_columns(shape: DecodeShape, plan: DecodePlan) -> int:
     if plan.linear is None:
         return shape.qkv_columns
     tiles = plan.linear
-    return max(shape.qkv_columns * tiles.qkv.splits, shape.hidden * max(tiles.o.splits, tiles.down.splits))
+    whole = 2 * shape.ffn if plan.whole_gate_up else 0
+    return max(whole, shape.qkv_columns * tiles.qkv.splits, shape.hidden * max(tiles.o.splits, tiles.down.splits))

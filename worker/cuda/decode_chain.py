@@ -55,8 +55,8 @@ class DecodeChain:
 
     def run(self, width: int, plan: DecodePlan, sampler: Sampler | None = None, beside: Beside | None = None) -> None:
         """Launches the step of rows [0, width). Without a sampler every row takes the arg max, lowest id on ties.
-        What is computed `beside` the products wants the library chain, which has them whole."""
-        assert beside is None or plan.chain is Chain.LIBRARY
+        What is computed `beside` the products wants a chain that leaves them whole."""
+        assert beside is None or plan.chain is Chain.LIBRARY or plan.whole_gate_up
         assert width <= self._state.max_rows
         gemv = plan.chain is Chain.GEMV
         self._buffers.fits(self._shape, width, plan)
@@ -69,7 +69,7 @@ class DecodeChain:
             if gemv:
                 num_sums = self._gemv_layer(index, layer, next_norm, num_sums, plan)
             elif plan.chain is Chain.SPLIT_K:
-                self._split_layer(index, layer, next_norm, width, plan)
+                self._split_layer(index, layer, next_norm, width, plan, beside)
             else:
                 self._library_layer(index, layer, next_norm, width, plan, beside)
         self._head(width, plan, num_sums, store_logits=sampler is not None)
@@ -151,28 +151,40 @@ class DecodeChain:
         return residual(b.active, layer.down, next_norm, s.ffn, tiles.down)
 
     def _split_layer(
-        self, index: int, layer: LayerWeights, next_norm: torch.Tensor, width: int, plan: DecodePlan
+        self,
+        index: int,
+        layer: LayerWeights,
+        next_norm: torch.Tensor,
+        width: int,
+        plan: DecodePlan,
+        beside: Beside | None,
     ) -> None:
         s, b, tiles = self._shape, self._buffers, plan.linear
         assert tiles is not None
 
-        def split(x: torch.Tensor, w: torch.Tensor, n: int, k: int, tile: LinearTile) -> None:
+        def split(site: Site, x: torch.Tensor, w: torch.Tensor, n: int, k: int, tile: LinearTile) -> None:
             split_linear_kernel[(n // tile.columns, tile.splits, _tiles(width, tile.rows))](
                 x, w, b.partials, width, b.padded_rows * n, N=n, K=k, SPLITS=tile.splits, ROWS=tile.rows,
                 COLUMNS=tile.columns, DEPTH=tile.depth, SWAP=tile.swap, EARLY=tile.early,
                 **_launch(plan, tile.warps, tile.stages),
             )  # fmt: skip
+            if beside is not None:  # a term of the sum
+                beside.add(index, site, x[:width], b.partials[: width * n].view(width, n))
 
-        split(b.normed, layer.qkv, s.qkv_columns, s.hidden, tiles.qkv)
+        split(Site.QKV, b.normed, layer.qkv, s.qkv_columns, s.hidden, tiles.qkv)
         self._attend(index, layer, b.partials, tiles.qkv.splits, width, plan)
-        split(b.attended, layer.output, s.hidden, s.query_columns, tiles.o)
+        split(Site.OUTPUT, b.attended, layer.output, s.hidden, s.query_columns, tiles.o)
         self._add_norm(b.partials, tiles.o.splits, layer.output_bias, layer.mlp_norm, width, plan)
         tile = tiles.gate_up
-        gate_up_kernel[(s.ffn // tile.columns, _tiles(width, tile.rows))](
-            b.normed, layer.gate_up, b.active, width, N=s.ffn, K=s.hidden, ROWS=tile.rows, COLUMNS=tile.columns,
-            DEPTH=tile.depth, SWAP=tile.swap, EARLY=tile.early, **_launch(plan, tile.warps, tile.stages),
-        )  # fmt: skip
-        split(b.active, layer.down, s.hidden, s.ffn, tiles.down)
+        if plan.whole_gate_up:
+            split(Site.GATE_UP, b.normed, layer.gate_up, 2 * s.ffn, s.hidden, tile)
+            self._silu(b.partials, None, width, plan)
+        else:
+            gate_up_kernel[(s.ffn // tile.columns, _tiles(width, tile.rows))](
+                b.normed, layer.gate_up, b.active, width, N=s.ffn, K=s.hidden, ROWS=tile.rows, COLUMNS=tile.columns,
+                DEPTH=tile.depth, SWAP=tile.swap, EARLY=tile.early, **_launch(plan, tile.warps, tile.stages),
+            )  # fmt: skip
+        split(Site.DOWN, b.active, layer.down, s.hidden, s.ffn, tiles.down)
         self._add_norm(b.partials, tiles.down.splits, layer.down_bias, next_norm, width, plan)
 
     def _library_layer(
@@ -184,7 +196,7 @@ class DecodeChain:
         plan: DecodePlan,
         beside: Beside | None,
     ) -> None:
-        s, b = self._shape, self._buffers
+        b = self._buffers
 
         def add(site: Site, x: torch.Tensor, product: torch.Tensor) -> None:
             if beside is not None:
@@ -198,14 +210,17 @@ class DecodeChain:
         self._add_norm(b.projected, 1, layer.output_bias, layer.mlp_norm, width, plan)
         torch.mm(b.normed[:width], layer.gate_up.t(), out=b.gate_up[:width])
         add(Site.GATE_UP, b.normed, b.gate_up)
-        bias = layer.gate_up_bias
-        silu_kernel[(-(-s.ffn // 1024), width)](
-            b.gate_up, b.gate_up if bias is None else bias, b.active, FFN=s.ffn, BLOCK=1024,
-            HAS_BIAS=bias is not None, **_launch(plan, 4),
-        )  # fmt: skip
+        self._silu(b.gate_up, layer.gate_up_bias, width, plan)
         torch.mm(b.active[:width], layer.down.t(), out=b.projected[:width])
         add(Site.DOWN, b.active, b.projected)
         self._add_norm(b.projected, 1, layer.down_bias, next_norm, width, plan)
+
+    def _silu(self, gate_up: torch.Tensor, bias: torch.Tensor | None, width: int, plan: DecodePlan) -> None:
+        ffn = self._shape.ffn
+        silu_kernel[(-(-ffn // 1024), width)](
+            gate_up, gate_up if bias is None else bias, self._buffers.active, FFN=ffn, BLOCK=1024,
+            HAS_BIAS=bias is not None, **_launch(plan, 4),
+        )  # fmt: skip
 
     def _add_norm(
         self,

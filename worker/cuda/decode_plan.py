@@ -17,6 +17,9 @@ ITEM_WORDS = 8
 """Words of a piece of attention's work, int32: its row, the row's slot, position and new cell, the row's first piece
 and number of pieces, and which of them it is; one word is unused. See `decode_work`."""
 
+# Models of this hidden size and less have tiles of their own.
+_SMALL = 2048
+
 
 class Chain(Enum):
     """`GEMV`: one row, plain multiply-adds, norms fused into the linears. `SPLIT_K`: tensor cores, linears cut along
@@ -102,7 +105,8 @@ class LinearTiles:
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """How steps of up to `width` rows run. `gemv` belongs to the GEMV chain, `linear` to SPLIT_K. `dependent_launch`:
-    kernels are launched as programmatic dependents of the one before (Hopper and later)."""
+    kernels are launched as programmatic dependents of the one before (Hopper and later). `whole_gate_up`: SPLIT_K
+    leaves gate and up as a product, in front of SiLU, so that something may be added to it."""
 
     width: int
     chain: Chain
@@ -110,6 +114,7 @@ class DecodePlan:
     gemv: GemvTiles | None = None
     linear: LinearTiles | None = None
     dependent_launch: bool = False
+    whole_gate_up: bool = False
 
     def __post_init__(self) -> None:
         assert self.width == 1 or self.chain is not Chain.GEMV
@@ -117,15 +122,20 @@ class DecodePlan:
         assert (self.linear is not None) == (self.chain is Chain.SPLIT_K)
 
 
-def adapted(plan: DecodePlan) -> DecodePlan:
-    """How steps of the same width run with adapters, which are added to whole products."""
-    return DecodePlan(plan.width, Chain.LIBRARY, plan.attention)
+def adapted(plan: DecodePlan, shape: DecodeShape) -> DecodePlan:
+    """How steps of the same width run with adapters, which are added to every product before it is used."""
+    linear = plan.linear
+    if plan.chain is Chain.GEMV:  # whose products are used where they are made
+        linear = _linear(shape, plan.width, shape.hidden <= _SMALL)
+    if linear is None:
+        return DecodePlan(plan.width, Chain.LIBRARY, plan.attention)
+    return replace(plan, chain=Chain.SPLIT_K, gemv=None, linear=linear, whole_gate_up=True)
 
 
 def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     """The plan of a width. Without `hopper` (compute capability 9.0 or later), or for a shape or dtype that the fast
     chains do not take, it is the library chain."""
-    small = shape.hidden <= 2048
+    small = shape.hidden <= _SMALL
     attention = _attention(width, small)
     largest = max(shape.vocab_size, 2 * shape.ffn, shape.qkv_columns) * max(shape.hidden, shape.query_columns)
     # The fast kernels index a weight with 32 bits.

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,22 +80,23 @@ class CudaLoraSlots:
         """As kernels want to be told: `NO_ADAPTER` for None."""
         return [NO_ADAPTER if adapter is None else self._slot_of[adapter] for adapter in adapters]
 
-    def beside(self, row_slots: Tensor) -> LoraRows:
+    def beside(self, row_slots: Tensor, *, dependent_launch: bool = False) -> LoraRows:
         """What adds to the products of a forward whose rows have their slots, or `NO_ADAPTER`, in `row_slots` int32[T]
-        when it runs."""
-        return LoraRows(self._room, row_slots)
+        when it runs. `dependent_launch`: as the forward's own kernels are launched."""
+        return LoraRows(self._room, row_slots, dependent_launch)
 
 
 class LoraRows:
     """A `Beside` of forwards of so many rows. It only launches on torch's current stream."""
 
-    def __init__(self, room: DeviceLoraRoom, row_slots: Tensor) -> None:
+    def __init__(self, room: DeviceLoraRoom, row_slots: Tensor, dependent_launch: bool) -> None:
         self._room = room
         self._row_slots = row_slots
+        self._dependent_launch = dependent_launch
 
     def of(self, rows: Tensor) -> LoraRows:
         """For a forward that goes on with these rows only, int64[K]."""
-        return LoraRows(self._room, self._row_slots.index_select(0, rows))
+        return LoraRows(self._room, self._row_slots.index_select(0, rows), self._dependent_launch)
 
     def add(self, layer: int, site: Site, x: Tensor, product: Tensor) -> None:
         """`x` [T, K] and `product` [T, N] are contiguous."""
@@ -104,21 +106,27 @@ class LoraRows:
         if len(x) == 0:
             return
         shape = self._room.shapes[site]
+        # What is narrow goes into memory that another product may have had: kernels in between wait for each other.
         narrow = x.new_empty((len(x), len(shape.outputs), self._room.max_rank), dtype=torch.float32)
         add = self._add_to_rows if len(x) <= FEW_ROWS else self._add_to_tiles
         add(layer, site, x, narrow, product)
+
+    @property
+    def _launch(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"PDL": self._dependent_launch, "num_warps": 4}
+        return options | {"launch_pdl": True} if self._dependent_launch else options
 
     def _add_to_rows(self, layer: int, site: Site, x: Tensor, narrow: Tensor, product: Tensor) -> None:
         room, sizes = self._room.sites[site], _Sizes.of(self._room, site)
         ranks = min(4, next_power_of_2(sizes.max_rank))
         shrink_rows_kernel[(len(x), sizes.num_parts * -(-sizes.max_rank // ranks))](
             x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow,
-            **sizes.down, RANKS=ranks, DEPTH=min(1024, next_power_of_2(sizes.num_inputs)), num_warps=4,
+            **sizes.down, RANKS=ranks, DEPTH=min(1024, next_power_of_2(sizes.num_inputs)), **self._launch,
         )  # fmt: skip
         ranks, columns = min(16, next_power_of_2(sizes.max_rank)), 128
         expand_rows_kernel[(len(x), sizes.column_blocks(columns))](
             narrow, self._row_slots, room.ups[0, layer], room.ranks[0, layer:], product,
-            **sizes.up, RANKS=ranks, COLUMNS=columns, num_warps=4,
+            **sizes.up, RANKS=ranks, COLUMNS=columns, **self._launch,
         )  # fmt: skip
 
     def _add_to_tiles(self, layer: int, site: Site, x: Tensor, narrow: Tensor, product: Tensor) -> None:
@@ -130,12 +138,12 @@ class LoraRows:
         shrink_tiles_kernel[(tiles, sizes.num_parts * -(-sizes.max_rank // ranks), lanes)](
             x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow, num_rows, num_slots,
             **sizes.down, ROWS=rows, RANKS=ranks, DEPTH=max(16, min(128, next_power_of_2(sizes.num_inputs))),
-            LANES=lanes, num_warps=4,
+            LANES=lanes, **self._launch,
         )  # fmt: skip
         columns = 128
         expand_tiles_kernel[(tiles, sizes.column_blocks(columns), lanes)](
             narrow, self._row_slots, room.ups[0, layer], room.ranks[0, layer:], product, num_rows, num_slots,
-            **sizes.up, ROWS=rows, RANKS=ranks, COLUMNS=columns, LANES=lanes, num_warps=4,
+            **sizes.up, ROWS=rows, RANKS=ranks, COLUMNS=columns, LANES=lanes, **self._launch,
         )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ All kernels: `row_slots` int32[rows], below 0 for a row without an adapter, whos
 [slots, P, R, K] and `ups` [slots, N, R] of one layer, `DOWN_STRIDE` and `UP_STRIDE` elements from one slot to the next;
 `ranks` int32, `RANK_STRIDE` from one slot to the next: the highest of a slot's P parts, 0 for none. `narrow`
 float32[rows, P, R], of which nothing from the rank on is written or read. The N columns of `product` are `FIRST` of the
-first part and `REST` of each further one.
+first part and `REST` of each further one. Launched as programmatic dependents, every program waits first of all: if all
+left without, the kernel behind would begin before the one in front has ended.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -19,15 +20,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def shrink_rows_kernel(
     x, row_slots, downs, ranks, narrow,
     K: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, DOWN_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr,
-    RANKS: tl.constexpr, DEPTH: tl.constexpr,
+    RANKS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, PARTS * ceil(R / RANKS)): so many of one row's narrow values, of x [rows, K]."""
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     blocks: tl.constexpr = (R + RANKS - 1) // RANKS
     part, first = tl.program_id(1) // blocks, tl.program_id(1) % blocks * RANKS
@@ -47,6 +51,8 @@ def shrink_rows_kernel(
         value = tl.load(x + row * K + k + depth, mask=inside, other=0.0).to(tl.float32)
         weight = tl.load(down + (k + depth)[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
         acc += weight * value[None, :]
+    if PDL:
+        gdc_launch_dependents()
     tl.store(narrow + (row * PARTS + part) * R + r, tl.sum(acc, axis=1), mask=r < rank)
 
 
@@ -68,8 +74,11 @@ def expand_rows_kernel(
     narrow, row_slots, ups, ranks, product,
     N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     UP_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, blocks of columns): adds to one row of product [rows, N]."""
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slots + row).to(tl.int64)
     if slot < 0:
@@ -85,6 +94,8 @@ def expand_rows_kernel(
         value = tl.load(narrow + (row * PARTS + part) * R + r, mask=r < rank, other=0.0)
         weight = tl.load(up + r[None, :], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
         acc += weight.to(tl.float32) * value[None, :]
+    if PDL:
+        gdc_launch_dependents()
     at = product + row * N + columns
     grown = tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.sum(acc, axis=1)
     tl.store(at, grown.to(product.dtype.element_ty), mask=inside)
@@ -94,9 +105,11 @@ def expand_rows_kernel(
 def shrink_tiles_kernel(
     x, row_slots, downs, ranks, narrow, num_rows, num_slots,
     K: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, DOWN_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, PARTS * ceil(R / RANKS), LANES): each lane sees to every LANES-th slot."""
+    if PDL:
+        gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     blocks: tl.constexpr = (R + RANKS - 1) // RANKS
     part, first = tl.program_id(1) // blocks, tl.program_id(1) % blocks * RANKS
@@ -125,9 +138,11 @@ def expand_tiles_kernel(
     narrow, row_slots, ups, ranks, product, num_rows, num_slots,
     N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     UP_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, blocks of columns, LANES). A row has one slot, so no two programs add to one element."""
+    if PDL:
+        gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slots = tl.load(row_slots + rows, mask=rows < num_rows, other=-1)
     rows = rows.to(tl.int64)
