@@ -11,7 +11,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from cluster.access.shared_secret import cluster_secret
-from cluster.config import ServiceConfig, decide_device, service_config
+from cluster.config import ServiceConfig, decide_devices, service_config
 from cluster.gateway import Gateway
 from cluster.routing.membership_router import MembershipRouter
 from cluster.serving.scaling_policy import LoadPolicy
@@ -134,4 +134,4 @@ def _number_of_workers(config: ServiceConfig) -> dict[str, Any]:
 def with_device_decided(config: ServiceConfig) -> ServiceConfig:
     """`config` for the cluster that this process is connected to, if any."""
     resources: dict[str, float] = ray.cluster_resources() if ray.is_initialized() else {}  # type: ignore[no-untyped-call]
-    return config.on(decide_device(config, resources))
+    return decide_devices(config, resources)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import secrets
 from collections.abc import Callable, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
@@ -21,7 +21,7 @@ from cluster.serving.scaling import ScalingSettings
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
 from worker.executor import Executor
-from worker.programs.metadata import SUFFIX
+from worker.programs.metadata import SUFFIX, read_metadata
 from worker.tracing import Protocol, check_endpoint
 from worker.vocabulary import VocabularySource
 
@@ -187,8 +187,7 @@ class ServiceConfig(BaseModel):
             is_open = engine.device == "cpu" and engine.num_threads is None
             return engine.model_copy(update={"num_threads": num_threads}) if is_open else engine
 
-        others = tuple(other.model_copy(update={"engine": decided(other.engine)}) for other in self.others)
-        return self.model_copy(update={"engine": decided(self.engine), "others": others})
+        return self.with_engines(decided)
 
     def on(self, device: Literal["cpu", "cuda"]) -> ServiceConfig:
         """The same service with the device decided of every engine that left it open."""
@@ -196,8 +195,12 @@ class ServiceConfig(BaseModel):
         def decided(engine: EngineConfig) -> EngineConfig:
             return engine.model_copy(update={"device": device}) if engine.device == "auto" else engine
 
-        others = tuple(other.model_copy(update={"engine": decided(other.engine)}) for other in self.others)
-        return self.model_copy(update={"engine": decided(self.engine), "others": others})
+        return self.with_engines(decided)
+
+    def with_engines(self, change: Callable[[EngineConfig], EngineConfig]) -> ServiceConfig:
+        """The same service with the settings of each engine as `change` makes them."""
+        others = tuple(other.model_copy(update={"engine": change(other.engine)}) for other in self.others)
+        return self.model_copy(update={"engine": change(self.engine), "others": others})
 
 
 _SHARED = tuple(ServiceConfig.model_fields.keys() - ModelSettings.model_fields.keys() - {"others", "http"})
@@ -215,6 +218,14 @@ def service_config(settings: dict[str, Any]) -> ServiceConfig:
         raise InvalidConfiguration(f"{name}: {known}", param=name) from fault
 
 
+def on_device_of_program(engine: EngineConfig) -> EngineConfig:
+    """An engine of a program that leaves its device open runs where the program was made for. Raises `InvalidProgram`
+    where the file is none."""
+    if engine.device != "auto" or PurePath(engine.model).suffix != SUFFIX:
+        return engine
+    return engine.model_copy(update={"device": read_metadata(Path(engine.model)).device})
+
+
 def decide_device(config: ServiceConfig, resources: Mapping[str, float]) -> Literal["cpu", "cuda"]:
     """What was asked for; "auto" is CUDA if the cluster has a GPU now, of which each worker gets one to itself."""
     devices = [one.engine.device for one in config.each]
@@ -229,6 +240,12 @@ def decide_device(config: ServiceConfig, resources: Mapping[str, float]) -> Lite
             param="num_workers",
         )
     return "cuda" if num_gpus else "cpu"
+
+
+def decide_devices(config: ServiceConfig, resources: Mapping[str, float]) -> ServiceConfig:
+    """The same service with each engine's device decided, for a cluster with these resources."""
+    known = config.with_engines(on_device_of_program)
+    return known.on(decide_device(known, resources))
 
 
 def load_executor_factory(path: str) -> ExecutorFactory:

@@ -16,18 +16,19 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from planner.slices import Method, Slice
-from tests.cuda_rig import INTERPRETED, Model, tiny_model
+from tests.cuda_rig import DEVICE, INTERPRETED, Model, tiny_model
 from tests.torch_rig import chunk
 from worker.attention import TorchAttention
 from worker.attention_op import distinct_windows
 from worker.batch import Batch, cut
 from worker.cuda.packed_attention import update_and_attend_on_gpu
-from worker.forwards import EagerForwards, spans_of
+from worker.forwards import EagerForwards, SelectedLogits, spans_of
 from worker.kv_pool import KvPool
 from worker.packed_plan import PackedPlan
 from worker.programs.captured import CapturedDecodes
 from worker.programs.forwards import CompiledMethod, ProgramForwards
 from worker.programs.metadata import ProgramMetadata
+from worker.programs.on_gpu import chunk_lengths, warm_up
 
 pytestmark = [
     pytest.mark.gpu,
@@ -141,3 +142,53 @@ def test_logits_of_a_token_at_another_position_are_found_out(model: Model) -> No
         first = rig.program.run(ours, Method.DECODE, [0]).rows([0]).clone()
         second = rig.program.run(others, Method.DECODE, [0]).rows([0])
     assert not np.allclose(first.cpu(), second.cpu(), atol=1e-2)
+
+
+class Noted:
+    """Forwards that note how many tokens they are given, by which method, and how many rows are wanted."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, Method, int]] = []
+
+    @property
+    def num_beats(self) -> int:
+        return len(self.runs)
+
+    def run(self, batch: Batch, method: Method, wanted: Sequence[int]) -> SelectedLogits:
+        self.runs.append((len(batch.tokens), method, len(wanted)))
+        assert all(max(piece.chunk.cells) < 100 for piece in batch.pieces)
+        return AnyLogits()
+
+
+class AnyLogits:
+    def rows(self, rows: Sequence[int]) -> Tensor:
+        return torch.zeros((len(rows), 9), device=DEVICE)
+
+    def normed(self, first: int, end: int) -> Tensor:
+        raise AssertionError("nobody asks for vectors here")
+
+
+def test_the_start_runs_the_widest_prefill_with_the_logits_of_every_row(model: Model) -> None:
+    noted, info = Noted(), model.info(100, (1, 2, 4), max_prefill_tokens=128)
+    warm_up(noted, info, 100)
+    assert noted.runs[0] == (100, Method.PREFILL, 100), "no more cells than there are"
+    assert noted.runs[1:] == [
+        (1, Method.DECODE, 1),
+        *((width, Method.PREFILL, width) for width in (2, 4, 8, 16, 32, 64)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "context", "lengths"),
+    [
+        (1, 256, [1]),
+        (88, 256, [88]),
+        (100, 256, [1, 3, 40, 56]),
+        (600, 256, [1, 3, 40, 256, 256, 44]),
+        (90, 30, [1, 3, 30, 30, 26]),
+    ],
+)
+def test_warm_up_has_chunks_of_every_size_that_fit_into_a_context(
+    num_tokens: int, context: int, lengths: list[int]
+) -> None:
+    assert chunk_lengths(num_tokens, context) == lengths

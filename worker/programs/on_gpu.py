@@ -92,7 +92,7 @@ def warm_up(forwards: Forwards, info: ProgramInfo, num_cells: int) -> None:
     widths = [1 << exponent for exponent in range(room.bit_length())]
     with torch.inference_mode():
         for width in [room, *widths]:
-            chunks = trial_chunks(_lengths(width, info.context))
+            chunks = trial_chunks(chunk_lengths(width, info.context))
             method = Method.PREFILL if width > 1 else Method.DECODE
             batch = cut(chunks, Slice(0, width, method), wanted=lambda index: True)
             assert batch is not None
@@ -101,7 +101,7 @@ def warm_up(forwards: Forwards, info: ProgramInfo, num_cells: int) -> None:
             del logits
 
 
-def _lengths(num_tokens: int, context: int) -> list[int]:
+def chunk_lengths(num_tokens: int, context: int) -> list[int]:
     """Chunks of so many tokens: small ones of every kind where there is room for them, and long ones."""
     small = [length for length in _SMALL_CHUNKS if num_tokens > 2 * sum(_SMALL_CHUNKS) and length <= context]
     whole, rest = divmod(num_tokens - sum(small), context)
