@@ -20,7 +20,7 @@ from worker.adapters import AdapterMatrices
 from worker.cuda.decode_buffers import next_power_of_2
 from worker.cuda.decode_state import NO_ADAPTER
 from worker.cuda.lora_kernels import expand_rows_kernel, expand_tiles_kernel, shrink_rows_kernel, shrink_tiles_kernel
-from worker.cuda.lora_room import DeviceLoraRoom, PackedLora
+from worker.cuda.lora_room import RANK_BLOCK, DeviceLoraRoom, PackedLora
 from worker.models.config import ModelConfig
 from worker.models.lora import LoraMatrices, Site, read_lora
 
@@ -107,44 +107,42 @@ class LoraRows:
             return
         shape = self._room.shapes[site]
         # What is narrow goes into memory that another product may have had: kernels in between wait for each other.
-        narrow = x.new_empty((len(x), len(shape.outputs), self._room.max_rank), dtype=torch.float32)
+        narrow = x.new_empty((len(x), len(shape.outputs), self._room.room_rank), dtype=torch.float32)
         add = self._add_to_rows if len(x) <= FEW_ROWS else self._add_to_tiles
         add(layer, site, x, narrow, product)
 
-    @property
-    def _launch(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"PDL": self._dependent_launch, "num_warps": 4}
-        return options | {"launch_pdl": True} if self._dependent_launch else options
-
     def _add_to_rows(self, layer: int, site: Site, x: Tensor, narrow: Tensor, product: Tensor) -> None:
         room, sizes = self._room.sites[site], _Sizes.of(self._room, site)
-        ranks = min(4, next_power_of_2(sizes.max_rank))
-        shrink_rows_kernel[(len(x), sizes.num_parts * -(-sizes.max_rank // ranks))](
+        ranks = 1 if len(x) <= 4 else 2 if len(x) <= 8 else 4
+        shrink_rows_kernel[(len(x), sizes.num_parts * sizes.room_rank // ranks)](
             x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow,
-            **sizes.down, RANKS=ranks, DEPTH=min(1024, next_power_of_2(sizes.num_inputs)), **self._launch,
+            **sizes.down, RANKS=ranks, DEPTH=min(4096 // ranks, next_power_of_2(sizes.num_inputs)), **self._launch(4),
         )  # fmt: skip
-        ranks, columns = min(16, next_power_of_2(sizes.max_rank)), 128
+        columns = 128
         expand_rows_kernel[(len(x), sizes.column_blocks(columns))](
             narrow, self._row_slots, room.ups[0, layer], room.ranks[0, layer:], product,
-            **sizes.up, RANKS=ranks, COLUMNS=columns, **self._launch,
+            **sizes.up, RANKS=RANK_BLOCK, COLUMNS=columns, **self._launch(4),
         )  # fmt: skip
 
     def _add_to_tiles(self, layer: int, site: Site, x: Tensor, narrow: Tensor, product: Tensor) -> None:
         room, sizes = self._room.sites[site], _Sizes.of(self._room, site)
         num_rows, num_slots = len(x), self._room.num_slots
-        rows, lanes = 64 if num_rows >= _WIDE_FROM else 16, min(_MOST_LANES, num_slots)
-        tiles = -(-num_rows // rows)
-        ranks = max(16, min(64, next_power_of_2(sizes.max_rank)))  # a matrix instruction takes 16 and more
-        shrink_tiles_kernel[(tiles, sizes.num_parts * -(-sizes.max_rank // ranks), lanes)](
+        rows, warps = (64, 8) if num_rows >= _WIDE_FROM else (16, 4)
+        tiles, lanes = -(-num_rows // rows), min(_MOST_LANES, num_slots)
+        shrink_tiles_kernel[(tiles, sizes.num_parts * sizes.room_rank // RANK_BLOCK, lanes)](
             x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow, num_rows, num_slots,
-            **sizes.down, ROWS=rows, RANKS=ranks, DEPTH=max(16, min(128, next_power_of_2(sizes.num_inputs))),
-            LANES=lanes, **self._launch,
+            **sizes.down, ROWS=rows, RANKS=RANK_BLOCK, DEPTH=max(16, min(128, next_power_of_2(sizes.num_inputs))),
+            LANES=lanes, **self._launch(4),
         )  # fmt: skip
         columns = 128
         expand_tiles_kernel[(tiles, sizes.column_blocks(columns), lanes)](
             narrow, self._row_slots, room.ups[0, layer], room.ranks[0, layer:], product, num_rows, num_slots,
-            **sizes.up, ROWS=rows, RANKS=ranks, COLUMNS=columns, LANES=lanes, **self._launch,
+            **sizes.up, ROWS=rows, RANKS=RANK_BLOCK, COLUMNS=columns, LANES=lanes, **self._launch(warps),
         )  # fmt: skip
+
+    def _launch(self, warps: int) -> dict[str, Any]:
+        options: dict[str, Any] = {"PDL": self._dependent_launch, "num_warps": warps}
+        return options | {"launch_pdl": True} if self._dependent_launch else options
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,20 +151,20 @@ class _Sizes:
 
     num_inputs: int
     outputs: tuple[int, ...]
-    max_rank: int
+    room_rank: int
     down: dict[str, int]
     up: dict[str, int]
 
     @classmethod
     def of(cls, room: DeviceLoraRoom, site: Site) -> _Sizes:
-        shape, matrices, max_rank = room.shapes[site], room.sites[site], room.max_rank
+        shape, matrices = room.shapes[site], room.sites[site]
         first, *rest = shape.outputs
         assert len(set(rest)) <= 1, "parts after the first have equally many columns"
-        both = {"R": max_rank, "PARTS": len(shape.outputs), "RANK_STRIDE": matrices.ranks.stride(0)}
+        both = {"R": room.room_rank, "PARTS": len(shape.outputs), "RANK_STRIDE": matrices.ranks.stride(0)}
         down = both | {"K": shape.num_inputs, "DOWN_STRIDE": matrices.downs.stride(0)}
         up = both | {"N": shape.num_outputs, "FIRST": first, "REST": rest[0] if rest else 0}
         up["UP_STRIDE"] = matrices.ups.stride(0)
-        return cls(shape.num_inputs, shape.outputs, max_rank, down, up)
+        return cls(shape.num_inputs, shape.outputs, room.room_rank, down, up)
 
     @property
     def num_parts(self) -> int:

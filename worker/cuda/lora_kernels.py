@@ -6,11 +6,14 @@ et al. 2023). Few rows take a program each and plain multiply-adds; many are tak
 once for each adapter that a tile holds. Sums are float32.
 
 All kernels: `row_slots` int32[rows], below 0 for a row without an adapter, whose product is left as it is. `downs`
-[slots, P, R, K] and `ups` [slots, N, R] of one layer, `DOWN_STRIDE` and `UP_STRIDE` elements from one slot to the next;
-`ranks` int32, `RANK_STRIDE` from one slot to the next: the highest of a slot's P parts, 0 for none. `narrow`
-float32[rows, P, R], of which nothing from the rank on is written or read. The N columns of `product` are `FIRST` of the
-first part and `REST` of each further one. Launched as programmatic dependents, every program waits first of all: if all
-left without, the kernel behind would begin before the one in front has ended.
+[slots, P, R, K] and `ups` [slots, N, R] of one layer, `DOWN_STRIDE` and `UP_STRIDE` elements from one slot to the next,
+are zero beyond a part's rank. `ranks` int32, `RANK_STRIDE` from one slot to the next: the highest of a slot's P parts,
+rounded up to whole blocks of ranks, 0 for none; R is such a multiple. Of `narrow` float32[rows, P, R] nothing beyond is
+written or read. The N columns of `product` are `FIRST` of the first part and `REST` of each further one.
+
+Launched as programmatic dependents, every program waits before it leaves: if all left without, the kernel behind would
+begin before the one in front has ended. Matrices and slots are written between steps only, so those of lone rows are
+asked for before.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -29,44 +32,41 @@ def shrink_rows_kernel(
     K: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, DOWN_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr,
     RANKS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, PARTS * ceil(R / RANKS)): so many of one row's narrow values, of x [rows, K]."""
+    """Grid (rows, PARTS * R / RANKS): so many of one row's narrow values, of x [rows, K]."""
+    row = tl.program_id(0).to(tl.int64)
+    blocks: tl.constexpr = R // RANKS
+    part, first = tl.program_id(1) // blocks, tl.program_id(1) % blocks * RANKS
+    depth = tl.arange(0, DEPTH)
+    slot = tl.load(row_slots + row).to(tl.int64)
+    rank = tl.load(ranks + slot * RANK_STRIDE, mask=slot >= 0, other=0)
+    down = downs + slot * DOWN_STRIDE + ((part * R + first + tl.arange(0, RANKS)) * K)[:, None]
+    weight = tl.load(down + depth[None, :], mask=(first < rank) & (depth < K)[None, :], other=0.0)
     if PDL:
         gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    blocks: tl.constexpr = (R + RANKS - 1) // RANKS
-    part, first = tl.program_id(1) // blocks, tl.program_id(1) % blocks * RANKS
-    slot = tl.load(row_slots + row).to(tl.int64)
-    if slot < 0:
-        return
-    rank = tl.load(ranks + slot * RANK_STRIDE)
     if first >= rank:
         return
-    r = first + tl.arange(0, RANKS)
-    depth = tl.arange(0, DEPTH)
-    there = (r < rank)[:, None]
-    down = downs + slot * DOWN_STRIDE + ((part * R + r) * K)[:, None]
-    acc = tl.zeros([RANKS, DEPTH], tl.float32)
-    for k in range(0, K, DEPTH):
+    value = tl.load(x + row * K + depth, mask=depth < K, other=0.0)
+    acc = weight.to(tl.float32) * value.to(tl.float32)[None, :]
+    for k in range(DEPTH, K, DEPTH):
         inside = k + depth < K
-        value = tl.load(x + row * K + k + depth, mask=inside, other=0.0).to(tl.float32)
-        weight = tl.load(down + (k + depth)[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
-        acc += weight * value[None, :]
+        weight = tl.load(down + (k + depth)[None, :], mask=inside[None, :], other=0.0)
+        value = tl.load(x + row * K + k + depth, mask=inside, other=0.0)
+        acc += weight.to(tl.float32) * value.to(tl.float32)[None, :]
     if PDL:
         gdc_launch_dependents()
-    tl.store(narrow + (row * PARTS + part) * R + r, tl.sum(acc, axis=1), mask=r < rank)
+    into = narrow + (row * PARTS + part) * R + first + tl.arange(0, RANKS)
+    tl.store(into, tl.sum(acc, axis=1))
 
 
 @triton.jit
 def _columns_of(program, FIRST: tl.constexpr, REST: tl.constexpr, COLUMNS: tl.constexpr):
-    """The part that this block of columns is of, the columns [COLUMNS], and which of them there are."""
+    """The part that this block of columns is of, its first column, and where the part ends."""
     first_blocks: tl.constexpr = (FIRST + COLUMNS - 1) // COLUMNS
     rest_blocks: tl.constexpr = (REST + COLUMNS - 1) // COLUMNS + (REST == 0)
     later = program - first_blocks
     part = tl.where(later < 0, 0, 1 + later // rest_blocks)
-    block = tl.where(later < 0, program, later % rest_blocks)
-    begin = tl.where(later < 0, 0, FIRST + (part - 1) * REST)
-    within = block * COLUMNS + tl.arange(0, COLUMNS)
-    return part, begin + within, within < tl.where(later < 0, FIRST, REST)
+    begin = tl.where(later < 0, program * COLUMNS, FIRST + (part - 1) * REST + later % rest_blocks * COLUMNS)
+    return part, begin, FIRST + part * REST
 
 
 @triton.jit
@@ -77,28 +77,29 @@ def expand_rows_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, blocks of columns): adds to one row of product [rows, N]."""
+    row = tl.program_id(0).to(tl.int64)
+    part, begin, end = _columns_of(tl.program_id(1), FIRST, REST, COLUMNS)
+    columns = tl.arange(0, COLUMNS)
+    inside = begin + columns < end
+    r = tl.arange(0, RANKS)
+    slot = tl.load(row_slots + row).to(tl.int64)
+    rank = tl.load(ranks + slot * RANK_STRIDE, mask=slot >= 0, other=0)
+    up = ups + slot * UP_STRIDE + begin * R + (columns * R)[:, None] + r[None, :]
+    weight = tl.load(up, mask=(rank > 0) & inside[:, None], other=0.0)
     if PDL:
         gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(row_slots + row).to(tl.int64)
-    if slot < 0:
-        return
-    rank = tl.load(ranks + slot * RANK_STRIDE)
     if rank == 0:
         return
-    part, columns, inside = _columns_of(tl.program_id(1), FIRST, REST, COLUMNS)
-    up = ups + slot * UP_STRIDE + (columns * R)[:, None]
-    acc = tl.zeros([COLUMNS, RANKS], tl.float32)
-    for first in range(0, rank, RANKS):
-        r = first + tl.arange(0, RANKS)
-        value = tl.load(narrow + (row * PARTS + part) * R + r, mask=r < rank, other=0.0)
-        weight = tl.load(up + r[None, :], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
-        acc += weight.to(tl.float32) * value[None, :]
+    values = narrow + (row * PARTS + part) * R + r
+    acc = weight.to(tl.float32) * tl.load(values)[None, :]
+    for first in range(RANKS, rank, RANKS):
+        weight = tl.load(up + first, mask=inside[:, None], other=0.0)
+        acc += weight.to(tl.float32) * tl.load(values + first)[None, :]
+    into = product + row * N + begin + columns
+    before = tl.load(into, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
-    at = product + row * N + columns
-    grown = tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.sum(acc, axis=1)
-    tl.store(at, grown.to(product.dtype.element_ty), mask=inside)
+    tl.store(into, (before + tl.sum(acc, axis=1)).to(product.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots"])
@@ -107,30 +108,29 @@ def shrink_tiles_kernel(
     K: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, DOWN_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, PARTS * ceil(R / RANKS), LANES): each lane sees to every LANES-th slot."""
+    """Grid (tiles of rows, PARTS * R / RANKS, LANES): each lane sees to every LANES-th slot."""
     if PDL:
         gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    blocks: tl.constexpr = (R + RANKS - 1) // RANKS
+    blocks: tl.constexpr = R // RANKS
     part, first = tl.program_id(1) // blocks, tl.program_id(1) % blocks * RANKS
     slots = tl.load(row_slots + rows, mask=rows < num_rows, other=-1)
-    rows = rows.to(tl.int64)
-    r = first + tl.arange(0, RANKS)
+    rows = rows.to(tl.int64)[:, None]
+    ranks_here = first + tl.arange(0, RANKS)[None, :]
     depth = tl.arange(0, DEPTH)
     for slot in range(tl.program_id(2), num_slots, LANES):
         mine = slots == slot
         rank = tl.load(ranks + slot * RANK_STRIDE)
         if (tl.max(mine.to(tl.int32), axis=0) > 0) & (first < rank):
-            down = downs + tl.cast(slot, tl.int64) * DOWN_STRIDE + ((part * R + r) * K)[None, :]
+            down = downs + tl.cast(slot, tl.int64) * DOWN_STRIDE + (part * R + ranks_here) * K
             acc = tl.zeros([ROWS, RANKS], tl.float32)
             for k in range(0, K, DEPTH):
                 inside = k + depth < K
-                at = x + (rows * K)[:, None] + (k + depth)[None, :]
+                at = x + rows * K + (k + depth)[None, :]
                 value = tl.load(at, mask=mine[:, None] & inside[None, :], other=0.0)
-                weight = tl.load(down + (k + depth)[:, None], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
+                weight = tl.load(down + (k + depth)[:, None], mask=inside[:, None], other=0.0)
                 acc = tl.dot(value, weight, acc, input_precision="ieee")
-            into = narrow + ((rows * PARTS + part) * R)[:, None] + r[None, :]
-            tl.store(into, acc, mask=mine[:, None] & (r < rank)[None, :])
+            tl.store(narrow + (rows * PARTS + part) * R + ranks_here, acc, mask=mine[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots"])
@@ -145,21 +145,23 @@ def expand_tiles_kernel(
         gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slots = tl.load(row_slots + rows, mask=rows < num_rows, other=-1)
-    rows = rows.to(tl.int64)
-    part, columns, inside = _columns_of(tl.program_id(1), FIRST, REST, COLUMNS)
+    rows = rows.to(tl.int64)[:, None]
+    part, begin, end = _columns_of(tl.program_id(1), FIRST, REST, COLUMNS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    inside = begin + columns < end
+    r = tl.arange(0, RANKS)
     for slot in range(tl.program_id(2), num_slots, LANES):
         mine = slots == slot
         rank = tl.load(ranks + slot * RANK_STRIDE)
         if (tl.max(mine.to(tl.int32), axis=0) > 0) & (rank > 0):
-            up = ups + tl.cast(slot, tl.int64) * UP_STRIDE + (columns * R)[None, :]
+            up = ups + tl.cast(slot, tl.int64) * UP_STRIDE + begin * R + columns * R + r[:, None]
             acc = tl.zeros([ROWS, COLUMNS], tl.float32)
             for first in range(0, rank, RANKS):
-                r = first + tl.arange(0, RANKS)
-                at = narrow + ((rows * PARTS + part) * R)[:, None] + r[None, :]
-                value = tl.load(at, mask=mine[:, None] & (r < rank)[None, :], other=0.0)
-                weight = tl.load(up + r[:, None], mask=(r < rank)[:, None] & inside[None, :], other=0.0)
+                values = narrow + (rows * PARTS + part) * R + first + r[None, :]
+                value = tl.load(values, mask=mine[:, None], other=0.0)
+                weight = tl.load(up + first, mask=inside, other=0.0)
                 acc = tl.dot(value.to(weight.dtype), weight, acc, input_precision="ieee")
-            into = product + (rows * N)[:, None] + columns[None, :]
-            mask = mine[:, None] & inside[None, :]
+            into = product + rows * N + begin + columns
+            mask = mine[:, None] & inside
             grown = tl.load(into, mask=mask, other=0.0).to(tl.float32) + acc
             tl.store(into, grown.to(product.dtype.element_ty), mask=mask)

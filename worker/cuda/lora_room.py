@@ -15,11 +15,15 @@ from torch import Tensor
 from worker.models.config import ModelConfig
 from worker.models.lora import LoraMatrices, LowRank, Site, SiteShape, site_shapes
 
+RANK_BLOCK = 16
+"""Ranks that kernels take at a time: the least that a matrix instruction does."""
+
 
 @dataclass(frozen=True, slots=True)
 class SiteMatrices:
     """One slot's matrices at one site: `downs` [layers, P, R, K] and `ups` [layers, N, R] with the scale in them, zero
-    beyond a part's rank; `ranks` int32[layers], the highest of the P parts. In the room with the slots in front."""
+    beyond a part's rank; `ranks` int32[layers], the highest of the P parts, rounded up as R is. In the room with the
+    slots in front."""
 
     downs: Tensor
     ups: Tensor
@@ -27,13 +31,13 @@ class SiteMatrices:
 
     @classmethod
     def zeros(
-        cls, shape: SiteShape, num_layers: int, max_rank: int, dtype: torch.dtype, device: torch.device, *slots: int
+        cls, shape: SiteShape, num_layers: int, room_rank: int, dtype: torch.dtype, device: torch.device, *slots: int
     ) -> SiteMatrices:
         def zeros(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(*slots, num_layers, *sizes, dtype=dtype, device=device)
 
-        downs = zeros(len(shape.outputs), max_rank, shape.num_inputs)
-        return cls(downs, zeros(shape.num_outputs, max_rank), zeros(dtype=torch.int32))
+        downs = zeros(len(shape.outputs), room_rank, shape.num_inputs)
+        return cls(downs, zeros(shape.num_outputs, room_rank), zeros(dtype=torch.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,11 @@ class DeviceLoraRoom:
     ) -> None:
         """Raises torch's `OutOfMemoryError` where there is no room."""
         self.num_slots, self.max_rank, self.num_layers = num_slots, max_rank, config.num_layers
+        self.room_rank = rounded_up(max_rank)
         self.dtype, self.device = dtype, device
         self.shapes = site_shapes(config)
         self.sites = {
-            site: SiteMatrices.zeros(shape, config.num_layers, max_rank, dtype, device, num_slots)
+            site: SiteMatrices.zeros(shape, config.num_layers, self.room_rank, dtype, device, num_slots)
             for site, shape in self.shapes.items()
         }
 
@@ -63,7 +68,7 @@ class DeviceLoraRoom:
         """On any thread. Matrices have no rank over the room's."""
         host = torch.device("cpu")
         packed = {
-            site: SiteMatrices.zeros(shape, self.num_layers, self.max_rank, self.dtype, host)
+            site: SiteMatrices.zeros(shape, self.num_layers, self.room_rank, self.dtype, host)
             for site, shape in self.shapes.items()
         }
         for (layer, site), pairs in matrices.products.items():
@@ -86,4 +91,9 @@ def _lay_out(into: SiteMatrices, layer: int, pairs: tuple[LowRank | None, ...], 
             into.downs[layer, part, : pair.rank] = pair.down
             into.ups[layer, first : first + num_outputs, : pair.rank] = pair.up.T
         first += num_outputs
-    into.ranks[layer] = max(pair.rank for pair in pairs if pair is not None)
+    into.ranks[layer] = rounded_up(max(pair.rank for pair in pairs if pair is not None))
+
+
+def rounded_up(rank: int) -> int:
+    """To whole blocks."""
+    return -(-rank // RANK_BLOCK) * RANK_BLOCK
