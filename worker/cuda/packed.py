@@ -1,0 +1,141 @@
+"""Matrices of four or eight bits, as the GPU's kernels for them read them, in the place of tensors of their values.
+
+Weight-only: x keeps the model's dtype. Eight bits have a scale a row, value = scale * code. Of four bits 32 consecutive
+columns share a scale and a least value, value = least + scale * code. Codes lie in words of 32 bits. Four words, which
+a thread loads at once, hold consecutive columns crosswise: word w has the columns w, w + 4, w + 8 and so on, lowest
+bits first. So the values of x that meet the same place of four words are neighbours, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from planner.errors import InvalidConfiguration
+from worker.config import Quantization
+from worker.models.weights import DecoderWeights
+
+GROUP = 32
+_LOAD_WORDS = 4
+_MATRICES = ("qkv", "output", "gate_up", "down")
+
+
+class PackedMatrix(Tensor):
+    """[N, K] of the model's dtype, for reading alone. `torch.nn.functional.linear` takes it as its weight, any other
+    operation refuses it.
+
+    `codes` int32 [N, K * bits / 32]. `scales` of 8 bits: float32 [N]; of 4 bits: int32 [N, K / 32], each of them two
+    bfloat16, the scale in the low half and the least value in the high one.
+    """
+
+    bits: int
+    codes: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def __new__(cls, bits: int, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> PackedMatrix:
+        shape = (codes.shape[0], codes.shape[1] * 32 // bits)
+        matrix: PackedMatrix = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        matrix.bits, matrix.codes, matrix.scales = bits, codes, scales
+        return matrix
+
+    def __init__(self, bits: int, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        """Keeps `codes` and `scales`, which are not copied."""
+
+    def values(self) -> Tensor:
+        """[N, K], a plain tensor."""
+        codes = _unpacked(self.codes, self.bits).float()
+        if self.bits == 8:
+            return (codes * self.scales[:, None]).to(self.dtype)
+        words = self.scales.view(torch.bfloat16).view(*self.scales.shape, 2).float()
+        values = words[:, :, 1:] + words[:, :, :1] * codes.unflatten(1, (-1, GROUP))
+        return values.flatten(1).to(self.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.linear:
+            return _linear(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TypeError(f"a packed matrix has linear alone, not {func}")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PackedMatrix({self.shape[0]} x {self.shape[1]}, {self.bits} bits)"
+
+
+def _linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
+    return functional.linear(x, weight.values(), bias)
+
+
+def pack_weights(weights: DecoderWeights, quantization: Quantization) -> DecoderWeights:
+    """The same decoder with packed layers. Raises `InvalidConfiguration` where its matrices cannot be packed so."""
+    pack = pack_int4 if quantization == "int4" else pack_int8
+    layers = []
+    for layer in weights.layers:
+        for name in _MATRICES:
+            _check(getattr(layer, name), quantization, name)
+        layers.append(replace(layer, **{name: pack(getattr(layer, name)) for name in _MATRICES}))
+    return replace(weights, layers=tuple(layers))
+
+
+def _check(matrix: Tensor, quantization: Quantization, name: str) -> None:
+    multiple = GROUP if quantization == "int4" else 16
+    if matrix.shape[1] % multiple:
+        raise InvalidConfiguration(
+            f"{quantization} takes matrices of a multiple of {multiple} columns; {name} has {matrix.shape[1]}",
+            param="quantization",
+        )
+
+
+def pack_int8(matrix: Tensor) -> PackedMatrix:
+    """Symmetric, a row at a time: its largest magnitude is 127."""
+    exact = matrix.float()
+    scales = exact.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = exact.div_(scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return PackedMatrix(8, _packed(codes.view(torch.uint8), 8), scales, matrix.dtype)
+
+
+def pack_int4(matrix: Tensor) -> PackedMatrix:
+    """Asymmetric: the codes 0 and 15 are a group's least and largest value. Scale and least value are rounded first, so
+    that the codes make up for it."""
+    groups = matrix.float().unflatten(1, (-1, GROUP))
+    least = groups.amin(dim=2, keepdim=True).bfloat16()
+    spread = groups.amax(dim=2, keepdim=True) - least.float()
+    scale = (spread / 15).clamp_(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
+    codes = ((groups - least.float()) / scale.float()).round_().clamp_(0, 15).to(torch.uint8)
+    words = torch.cat((scale, least), dim=2).contiguous().view(torch.int32).squeeze(2)
+    return PackedMatrix(4, _packed(codes.flatten(1), 4), words, matrix.dtype)
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [N, K], of `bits` bits, to words int32 [N, K * bits / 32]."""
+    crosswise = codes.unflatten(1, (-1, 32 // bits, _LOAD_WORDS)).transpose(2, 3)
+    if bits == 4:
+        crosswise = crosswise[..., ::2] | (crosswise[..., 1::2] << 4)
+    return crosswise.contiguous().flatten(1).view(torch.int32)
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """The opposite: codes [N, K], int8 of 8 bits and uint8 of 4."""
+    crosswise = words.view(torch.int8 if bits == 8 else torch.uint8)
+    if bits == 4:
+        crosswise = torch.stack((crosswise & 15, crosswise >> 4), dim=-1).flatten(1)
+    return crosswise.unflatten(1, (-1, _LOAD_WORDS, 32 // bits)).transpose(2, 3).flatten(1)

@@ -1,0 +1,235 @@
+"""Matrices of four or eight bits times one row: the linears of a decode step of width 1.
+
+As `worker.cuda.gemv`, whose launches, norms and sums these kernels share; what differs is how cheap a weight must be.
+At half or a quarter of the bytes there is no time to turn every code into a float, so the sums are of integers: what a
+thread's codes meet of x becomes integers of 16 bits, with a scale of their own, which is finer than x was rounded to;
+four-way products of bytes then take one code and a half an instruction, exactly. (llama.cpp multiplies codes by an x of
+8 bits in this way.) All columns of a program share what is made of x. How codes lie is `worker.cuda.packed`'s business.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from worker.cuda.packed_codes import LOAD_WORDS, as_bytes, byte_dots, nibble_dots, scale_and_least
+
+COLUMNS = tl.constexpr(8)
+# The largest of a load's values becomes this; so that no other rounds to more than 2^15 - 1.
+_LARGEST = tl.constexpr(32767.0)
+
+
+@triton.jit
+def _each_load(values, WORDS: tl.constexpr):
+    """What one thread loaded at once, a row each: [WORDS / 4, 4]."""
+    return tl.reshape(values, (WORDS // LOAD_WORDS, LOAD_WORDS))
+
+
+@triton.jit
+def _part_of_x(x, start, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
+    """What columns share of x from `start` on: its integers' low and high bytes, as they meet the codes in even and in
+    odd places (of eight bits, the same twice); for each load, what one of these integers is worth, and the sum of x."""
+    WORDS: tl.constexpr = DEPTH * BITS // 32
+    word = tl.arange(0, WORDS)
+    at = x + start + word // LOAD_WORDS * (LOAD_WORDS * 32 // BITS) + word % LOAD_WORDS
+    x0 = tl.load(at).to(tl.float32)
+    x1 = tl.load(at + 4).to(tl.float32)
+    x2 = tl.load(at + 8).to(tl.float32)
+    x3 = tl.load(at + 12).to(tl.float32)
+    largest = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
+    total = (x0 + x1) + (x2 + x3)
+    if BITS == 4:
+        x4 = tl.load(at + 16).to(tl.float32)
+        x5 = tl.load(at + 20).to(tl.float32)
+        x6 = tl.load(at + 24).to(tl.float32)
+        x7 = tl.load(at + 28).to(tl.float32)
+        others = tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7)))
+        largest = tl.maximum(largest, others)
+        total += (x4 + x5) + (x6 + x7)
+    most = tl.maximum(tl.max(_each_load(largest, WORDS), axis=1), 1e-30)
+    factor = _LARGEST / most
+    spread = tl.reshape(tl.broadcast_to(factor[:, None], (WORDS // LOAD_WORDS, LOAD_WORDS)), (WORDS,))
+    if BITS == 4:
+        low_even, high_even = as_bytes(x0, x2, x4, x6, spread, NATIVE)
+        low_odd, high_odd = as_bytes(x1, x3, x5, x7, spread, NATIVE)
+    else:
+        low_even, high_even = as_bytes(x0, x1, x2, x3, spread, NATIVE)
+        low_odd, high_odd = low_even, high_even
+    total = tl.sum(_each_load(total, WORDS), axis=1)
+    return low_even, high_even, low_odd, high_odd, most / _LARGEST, total
+
+
+@triton.jit
+def _codes(codes, column, start, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr):
+    return tl.load(codes + column * (K * BITS // 32) + start * BITS // 32 + tl.arange(0, DEPTH * BITS // 32))
+
+
+@triton.jit
+def _dots(
+    part, words, scales, column, start,
+    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """A column's products with a part of x, summed over each load: [DEPTH * BITS / 128]. Of eight bits they lack the
+    column's scale."""
+    low_even, high_even, low_odd, high_odd, worth, total = part
+    WORDS: tl.constexpr = DEPTH * BITS // 32
+    if BITS == 4:
+        dots = nibble_dots(words, low_even, high_even, low_odd, high_odd, NATIVE)
+        dots = tl.sum(_each_load(dots, WORDS), axis=1).to(tl.float32) * worth
+        scale, least = scale_and_least(tl.load(scales + column * (K // 32) + start // 32 + tl.arange(0, DEPTH // 32)))
+        dots = dots * scale + total * least
+    else:
+        dots = byte_dots(words, low_even, high_even, NATIVE)
+        dots = tl.sum(_each_load(dots, WORDS), axis=1).to(tl.float32) * worth
+    return dots
+
+
+@triton.jit
+def _four_dots(
+    sums, part, words, scales, columns, start,
+    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """`sums` of four columns and what they have from `start` on."""
+    return (
+        sums[0] + _dots(part, words[0], scales, columns[0], start, K, DEPTH, BITS, NATIVE),
+        sums[1] + _dots(part, words[1], scales, columns[1], start, K, DEPTH, BITS, NATIVE),
+        sums[2] + _dots(part, words[2], scales, columns[2], start, K, DEPTH, BITS, NATIVE),
+        sums[3] + _dots(part, words[3], scales, columns[3], start, K, DEPTH, BITS, NATIVE),
+    )
+
+
+@triton.jit
+def _four_codes(codes, columns, start, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr):
+    return (
+        _codes(codes, columns[0], start, K, DEPTH, BITS),
+        _codes(codes, columns[1], start, K, DEPTH, BITS),
+        _codes(codes, columns[2], start, K, DEPTH, BITS),
+        _codes(codes, columns[3], start, K, DEPTH, BITS),
+    )
+
+
+@triton.jit
+def _four_from(column):
+    return column, column + 1, column + 2, column + 3
+
+
+@triton.jit
+def _four_results(sums, scales, columns, BITS: tl.constexpr):
+    out0, out1, out2, out3 = tl.sum(sums[0], 0), tl.sum(sums[1], 0), tl.sum(sums[2], 0), tl.sum(sums[3], 0)
+    if BITS == 8:
+        out0 *= tl.load(scales + columns[0])
+        out1 *= tl.load(scales + columns[1])
+        out2 *= tl.load(scales + columns[2])
+        out3 *= tl.load(scales + columns[3])
+    return out0, out1, out2, out3
+
+
+@triton.jit
+def _eight(
+    x, first, second, codes, scales, columns, others,
+    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """x [K] times four columns and four others, of which the codes `first` and `second` of the first DEPTH were loaded
+    already."""
+    part = _part_of_x(x, 0, DEPTH, BITS, NATIVE)
+    none = tl.zeros([DEPTH * BITS // 128], tl.float32)
+    zeros = (none, none, none, none)
+    a = _four_dots(zeros, part, first, scales, columns, 0, K, DEPTH, BITS, NATIVE)
+    b = _four_dots(zeros, part, second, scales, others, 0, K, DEPTH, BITS, NATIVE)
+    for start in tl.static_range(DEPTH, K, DEPTH):
+        part = _part_of_x(x, start, DEPTH, BITS, NATIVE)
+        words = _four_codes(codes, columns, start, K, DEPTH, BITS)
+        a = _four_dots(a, part, words, scales, columns, start, K, DEPTH, BITS, NATIVE)
+        words = _four_codes(codes, others, start, K, DEPTH, BITS)
+        b = _four_dots(b, part, words, scales, others, start, K, DEPTH, BITS, NATIVE)
+    return _four_results(a, scales, columns, BITS), _four_results(b, scales, others, BITS)
+
+
+@triton.jit
+def _root_mean_square(sums, num_sums, eps, K: tl.constexpr, MAX_SUMS: tl.constexpr):
+    """The reciprocal one, from a row's partial sums of squares."""
+    parts = tl.arange(0, MAX_SUMS)
+    squares = tl.load(sums + parts, mask=parts < num_sums, other=0.0)
+    return tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+
+
+@triton.jit(do_not_specialize=["num_sums"])
+def packed_normed_gemv_kernel(
+    x, sums, codes, scales, out, num_sums, eps,
+    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, MAX_SUMS: tl.constexpr,
+    NATIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [N] fp32 = norm(x) @ w.T, where x is the scaled residual that the kernel before wrote."""
+    column = tl.program_id(0) * COLUMNS
+    columns, others = _four_from(column), _four_from(column + 4)
+    first = _four_codes(codes, columns, 0, K, DEPTH, BITS)
+    second = _four_codes(codes, others, 0, K, DEPTH, BITS)
+    if PDL:
+        gdc_wait()
+    norm = _root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
+    a, b = _eight(x, first, second, codes, scales, columns, others, K, DEPTH, BITS, NATIVE)
+    if PDL:
+        gdc_launch_dependents()
+    for place in tl.static_range(4):
+        tl.store(out + column + place, a[place] * norm)
+        tl.store(out + column + 4 + place, b[place] * norm)
+
+
+@triton.jit(do_not_specialize=["num_sums"])
+def packed_gate_up_gemv_kernel(
+    x, sums, codes, scales, out, num_sums, eps,
+    N: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, MAX_SUMS: tl.constexpr,
+    NATIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [N] = silu(gate) * up of norm(x); the matrix is [2 N, K], the gate's rows first. Four of each a program."""
+    column = tl.program_id(0) * 4
+    columns, others = _four_from(column), _four_from(column + N)
+    first = _four_codes(codes, columns, 0, K, DEPTH, BITS)
+    second = _four_codes(codes, others, 0, K, DEPTH, BITS)
+    if PDL:
+        gdc_wait()
+    norm = _root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
+    gates, ups = _eight(x, first, second, codes, scales, columns, others, K, DEPTH, BITS, NATIVE)
+    if PDL:
+        gdc_launch_dependents()
+    for place in tl.static_range(4):
+        gate = gates[place] * norm
+        tl.store(out + column + place, (gate * tl.sigmoid(gate) * ups[place] * norm).to(out.dtype.element_ty))
+
+
+@triton.jit
+def packed_residual_gemv_kernel(
+    x, codes, scales, residual, norm_weight, scaled, sums,
+    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """residual [N] += x @ w.T in place; scaled = residual * norm_weight; sums gets one partial sum of squares a
+    program, at the program's index."""
+    column = tl.program_id(0) * COLUMNS
+    columns, others = _four_from(column), _four_from(column + 4)
+    first = _four_codes(codes, columns, 0, K, DEPTH, BITS)
+    second = _four_codes(codes, others, 0, K, DEPTH, BITS)
+    if PDL:
+        gdc_wait()
+    a, b = _eight(x, first, second, codes, scales, columns, others, K, DEPTH, BITS, NATIVE)
+    if PDL:
+        gdc_launch_dependents()
+    squares = 0.0
+    for place in tl.static_range(4):
+        squares += _add_one(a[place], residual, norm_weight, scaled, column + place)
+        squares += _add_one(b[place], residual, norm_weight, scaled, column + 4 + place)
+    tl.store(sums + tl.program_id(0), squares)
+
+
+@triton.jit
+def _add_one(added, residual, norm_weight, scaled, column):
+    """Returns the new value's square."""
+    after = (tl.load(residual + column).to(tl.float32) + added).to(residual.dtype.element_ty)
+    tl.store(residual + column, after)
+    after = after.to(tl.float32)
+    norm = tl.load(norm_weight + column).to(tl.float32)
+    tl.store(scaled + column, (after * norm).to(scaled.dtype.element_ty))
+    return after * after
