@@ -129,6 +129,14 @@ def test_a_slot_that_is_filled_anew_has_nothing_of_the_adapter_before() -> None:
         loaded.check([0] * (FEW_ROWS + 1))
 
 
+def test_inputs_that_are_cut_into_stretches() -> None:
+    deep = replace(
+        ODD, hidden_size=2056, intermediate_size=40, num_layers=1, windows=(None,)
+    )  # eight stretches and a bit
+    each = [random_matrices(deep, place, (3, 16), layers=1) for place in range(2)]
+    Loaded(deep, 16, torch.float32, each).check(mixed(FEW_ROWS + 3, 2))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter")
 @pytest.mark.parametrize("num_rows", [8, 200, 5000])
 def test_a_large_models_sizes(num_rows: int) -> None:

@@ -28,6 +28,9 @@ from worker.models.lora import LoraMatrices, Site, read_lora
 FEW_ROWS = 32
 _WIDE_FROM = 1024
 _MOST_LANES = 8
+_MOST_SPLITS = 8
+# About what a GPU has room for at once.
+_PROGRAMS = 256
 
 
 class CudaLoraSlots:
@@ -107,9 +110,12 @@ class LoraRows:
             return
         shape = self._room.shapes[site]
         # What is narrow goes into memory that another product may have had: kernels in between wait for each other.
-        narrow = x.new_empty((len(x), len(shape.outputs), self._room.room_rank), dtype=torch.float32)
-        add = self._add_to_rows if len(x) <= FEW_ROWS else self._add_to_tiles
-        add(layer, site, x, narrow, product)
+        sizes = (len(x), len(shape.outputs), self._room.room_rank)
+        if len(x) <= FEW_ROWS:
+            self._add_to_rows(layer, site, x, x.new_empty(sizes, dtype=torch.float32), product)
+        else:
+            tiles = _Tiles.of(sizes, shape.num_inputs)
+            self._add_to_tiles(layer, site, x, x.new_empty((tiles.splits, *sizes), dtype=torch.float32), product, tiles)
 
     def _add_to_rows(self, layer: int, site: Site, x: Tensor, narrow: Tensor, product: Tensor) -> None:
         room, sizes = self._room.sites[site], _Sizes.of(self._room, site)
@@ -124,25 +130,46 @@ class LoraRows:
             **sizes.up, RANKS=RANK_BLOCK, COLUMNS=columns, **self._launch(4),
         )  # fmt: skip
 
-    def _add_to_tiles(self, layer: int, site: Site, x: Tensor, narrow: Tensor, product: Tensor) -> None:
+    def _add_to_tiles(self, layer: int, site: Site, x: Tensor, narrow: Tensor, product: Tensor, tiles: _Tiles) -> None:
         room, sizes = self._room.sites[site], _Sizes.of(self._room, site)
         num_rows, num_slots = len(x), self._room.num_slots
-        rows, warps = (64, 8) if num_rows >= _WIDE_FROM else (16, 4)
-        tiles, lanes = -(-num_rows // rows), min(_MOST_LANES, num_slots)
-        shrink_tiles_kernel[(tiles, sizes.num_parts * sizes.room_rank // RANK_BLOCK, lanes)](
+        both = {"ROWS": tiles.rows, "RANKS": RANK_BLOCK, "SPLITS": tiles.splits, "LANES": min(_MOST_LANES, num_slots)}
+        shrink_tiles_kernel[(tiles.number, tiles.splits * tiles.rank_blocks, both["LANES"])](
             x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow, num_rows, num_slots,
-            **sizes.down, ROWS=rows, RANKS=RANK_BLOCK, DEPTH=max(16, min(128, next_power_of_2(sizes.num_inputs))),
-            LANES=lanes, **self._launch(4),
+            **sizes.down, **both, DEPTH=tiles.depth, **self._launch(4),
         )  # fmt: skip
         columns = 128
-        expand_tiles_kernel[(tiles, sizes.column_blocks(columns), lanes)](
+        expand_tiles_kernel[(tiles.number, sizes.column_blocks(columns), both["LANES"])](
             narrow, self._row_slots, room.ups[0, layer], room.ranks[0, layer:], product, num_rows, num_slots,
-            **sizes.up, ROWS=rows, RANKS=RANK_BLOCK, COLUMNS=columns, LANES=lanes, **self._launch(warps),
+            **sizes.up, **both, COLUMNS=columns, **self._launch(4 if tiles.rows == 16 else 8),
         )  # fmt: skip
 
     def _launch(self, warps: int) -> dict[str, Any]:
         options: dict[str, Any] = {"PDL": self._dependent_launch, "num_warps": warps}
         return options | {"launch_pdl": True} if self._dependent_launch else options
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """How many rows are taken together, in so many tiles, and K `depth` at a time in `splits`."""
+
+    rows: int
+    number: int
+    rank_blocks: int
+    depth: int
+    splits: int
+
+    @classmethod
+    def of(cls, sizes: tuple[int, int, int], num_inputs: int) -> _Tiles:
+        """Of a product of so many rows, parts and ranks. K is cut where there would be few programs, each with many
+        turns to wait for."""
+        num_rows, num_parts, room_rank = sizes
+        rows, depth = (64, 128) if num_rows >= _WIDE_FROM else (16, 256)
+        number, rank_blocks = -(-num_rows // rows), num_parts * room_rank // RANK_BLOCK
+        depth, splits = max(16, min(depth, next_power_of_2(num_inputs))), 1
+        while splits < _MOST_SPLITS and number * rank_blocks * splits < _PROGRAMS and num_inputs >= 8 * splits * depth:
+            splits *= 2
+        return cls(rows, number, rank_blocks, depth, splits)
 
 
 @dataclass(frozen=True, slots=True)

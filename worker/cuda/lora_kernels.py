@@ -9,7 +9,8 @@ All kernels: `row_slots` int32[rows], below 0 for a row without an adapter, whos
 [slots, P, R, K] and `ups` [slots, N, R] of one layer, `DOWN_STRIDE` and `UP_STRIDE` elements from one slot to the next,
 are zero beyond a part's rank. `ranks` int32, `RANK_STRIDE` from one slot to the next: the highest of a slot's P parts,
 rounded up to whole blocks of ranks, 0 for none; R is such a multiple. Of `narrow` float32[rows, P, R] nothing beyond is
-written or read. The N columns of `product` are `FIRST` of the first part and `REST` of each further one.
+written or read; tiles have SPLITS such tables, whose sum counts. The N columns of `product` are `FIRST` of the first
+part and `REST` of each further one.
 
 Launched as programmatic dependents, every program waits before it leaves: if all left without, the kernel behind would
 begin before the one in front has ended. Matrices and slots are written between steps only, so those of lone rows are
@@ -106,14 +107,17 @@ def expand_rows_kernel(
 def shrink_tiles_kernel(
     x, row_slots, downs, ranks, narrow, num_rows, num_slots,
     K: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, DOWN_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, PARTS * R / RANKS, LANES): each lane sees to every LANES-th slot."""
+    """Grid (tiles of rows, SPLITS * PARTS * R / RANKS, LANES): each lane sees to every LANES-th slot, and each split to
+    every SPLITS-th stretch of K."""
     if PDL:
         gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     blocks: tl.constexpr = R // RANKS
-    part, first = tl.program_id(1) // blocks, tl.program_id(1) % blocks * RANKS
+    split, block = tl.program_id(1) % SPLITS, tl.program_id(1) // SPLITS
+    part, first = block // blocks, block % blocks * RANKS
     slots = tl.load(row_slots + rows, mask=rows < num_rows, other=-1)
     rows = rows.to(tl.int64)[:, None]
     ranks_here = first + tl.arange(0, RANKS)[None, :]
@@ -124,13 +128,14 @@ def shrink_tiles_kernel(
         if (tl.max(mine.to(tl.int32), axis=0) > 0) & (first < rank):
             down = downs + tl.cast(slot, tl.int64) * DOWN_STRIDE + (part * R + ranks_here) * K
             acc = tl.zeros([ROWS, RANKS], tl.float32)
-            for k in range(0, K, DEPTH):
+            for k in range(split * DEPTH, K, SPLITS * DEPTH):
                 inside = k + depth < K
                 at = x + rows * K + (k + depth)[None, :]
                 value = tl.load(at, mask=mine[:, None] & inside[None, :], other=0.0)
                 weight = tl.load(down + (k + depth)[:, None], mask=inside[:, None], other=0.0)
                 acc = tl.dot(value, weight, acc, input_precision="ieee")
-            tl.store(narrow + (rows * PARTS + part) * R + ranks_here, acc, mask=mine[:, None])
+            into = narrow + ((split * num_rows + rows) * PARTS + part) * R + ranks_here
+            tl.store(into, acc, mask=mine[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots"])
@@ -138,7 +143,7 @@ def expand_tiles_kernel(
     narrow, row_slots, ups, ranks, product, num_rows, num_slots,
     N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     UP_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
-    LANES: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, blocks of columns, LANES). A row has one slot, so no two programs add to one element."""
     if PDL:
@@ -159,6 +164,9 @@ def expand_tiles_kernel(
             for first in range(0, rank, RANKS):
                 values = narrow + (rows * PARTS + part) * R + first + r[None, :]
                 value = tl.load(values, mask=mine[:, None], other=0.0)
+                for split in tl.static_range(1, SPLITS):
+                    beyond = tl.cast(num_rows, tl.int64) * (split * PARTS * R)
+                    value += tl.load(values + beyond, mask=mine[:, None], other=0.0)
                 weight = tl.load(up + first, mask=inside, other=0.0)
                 acc = tl.dot(value.to(weight.dtype), weight, acc, input_precision="ieee")
             into = product + rows * N + begin + columns
