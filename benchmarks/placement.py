@@ -117,7 +117,7 @@ def thousand_snapshots(num_assigned: int) -> dict[str, object]:
     names = [tuple(block_hashes(prefix)) for prefix in prefixes]
     for worker_id in ids:
         router.join(worker_info(worker_id, limits_of(200_000)))
-        router.observe(worker_id, _snapshot(rng, 1), draining=False)
+        router.observe(worker_id, _snapshot(rng, 1), draining=False, newest_request=0)
         for prefix in rng.choice(2000, 60, replace=False):
             router.learn(worker_id, BlockChanges(added=names[prefix][::-1]))
     assign_s, observe_s = np.empty(num_assigned), np.empty(num_assigned)
@@ -130,7 +130,7 @@ def thousand_snapshots(num_assigned: int) -> dict[str, object]:
         assign_s[number] = time.thread_time() - begun
         snapshot = _snapshot(rng, 4 * number + 8)
         begun = time.thread_time()
-        router.observe(worker_id, snapshot, draining=False)
+        router.observe(worker_id, snapshot, draining=False, newest_request=number)
         router.settle(worker_id, number, 0)
         observe_s[number] = time.thread_time() - begun
     long = np.arange(num_assigned) % 50 == 49

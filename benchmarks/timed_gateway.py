@@ -64,9 +64,9 @@ class TimedRouter(Router):
         self._requests[request_id] = _Request(begun, time.perf_counter() - begun)
         return worker_id
 
-    def observe(self, worker_id: str, snapshot: Snapshot, *, draining: bool) -> None:
+    def observe(self, worker_id: str, snapshot: Snapshot, *, draining: bool, newest_request: int) -> None:
         begun = time.perf_counter()
-        super().observe(worker_id, snapshot, draining=draining)
+        super().observe(worker_id, snapshot, draining=draining, newest_request=newest_request)
         self.told_s += time.perf_counter() - begun
         self.num_told += 1
 

@@ -7,7 +7,8 @@
 * `exact`: killed and frozen workers in float32, word for word (`benchmarks.two_gpus_exact`).
 
 Each part runs in a process of its own and has its own time; what it has measured until a fault or the end of its time
-stays. NVLink multicast stays off. `--scale dry` is the same program on two CPU workers, `small` finds faults on GPUs.
+stays. The result is recorded after each part, so whoever cuts the program short loses no other part's. NVLink multicast
+stays off. `--scale dry` is the same program on two CPU workers, `small` finds faults on GPUs.
 
     python -m benchmarks.two_gpus --keep
 """
@@ -139,14 +140,18 @@ def gpus() -> list[str]:
 
 
 def measure(parts: Sequence[Part], scale: Scale, folder: Path, *, keep: bool) -> bool:
-    """Run the parts one after the other and record the result; whether nothing was missed."""
-    found = {part.value: timed_part(part, scale, folder) for part in parts}
-    missed = misses(found)
+    """Run the parts one after the other and record the result after each; whether nothing was missed."""
     nccl = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_SYMM", "NVSHMEM"))}
     config = PLANS[scale].as_config() | {"scale": scale, "parts": list(parts), "environment": nccl, "gpus": gpus()}
     name = "two_gpus" if len(parts) == len(Part) else f"two_gpus-{'-'.join(parts)}"
-    record(name, config, found | {"missed": missed, "met": not missed}, keep=keep)
-    return not missed
+    found: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        found[part.value] = timed_part(part, scale, folder)
+        missed = misses(found)
+        left_out = [str(other) for other in parts if other not in found]
+        figures = found | {"missed": missed, "not_run": left_out, "met": not missed and not left_out}
+        record(name, config, figures, keep=keep)
+    return not misses(found)
 
 
 def main() -> int:

@@ -48,12 +48,13 @@ def mixed(plan: Plan, folder: Path, note: Note) -> None:
         ratio_of_each_run=[round(run["output_tokens_per_s"] / rates[0], 3) for run in all_runs[1]],
         tokens_per_step_second=[[tokens_per_step_second(run["workers"]) for run in runs] for runs in all_runs],
         share_of_busier_worker=[busier_share(run["workers"]) for run in all_runs[1]],
+        where_the_time_goes=[[where_the_time_goes(run) for run in runs] for runs in all_runs],
     )
 
 
 def tokens_per_step_second(workers: Sequence[Mapping[str, float]]) -> float:
     """Tokens of all workers over the seconds of all their steps: the speed of one, whatever fell to it."""
-    seconds = sum(value for worker in workers for name, value in worker.items() if name.endswith("step_seconds"))
+    seconds = sum(map(_seconds_of_steps, workers))
     return round(sum(worker["sampled_tokens"] for worker in workers) / seconds, 1)
 
 
@@ -61,6 +62,39 @@ def busier_share(workers: Sequence[Mapping[str, float]]) -> float:
     """The larger share of the tokens; with two workers, 0.5 is even."""
     counts = [worker["sampled_tokens"] for worker in workers]
     return round(max(counts) / sum(counts), 4)
+
+
+def where_the_time_goes(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Of one run: what each worker had to do, how long its steps of each kind took on average, and for what share of
+    the time it had none; and the cores that all gateways, the proxy, the clients and Ray's own processes took."""
+    workers = [
+        {
+            "share_of_tokens": round(worker["sampled_tokens"] / run["output_tokens"], 4),
+            "share_of_prompt_tokens": _share(worker, run["workers"], "prefilled_tokens"),
+            "share_of_sequences": _share(worker, run["workers"], "ended_sequences"),
+            "idle_share": round(1 - _seconds_of_steps(worker) / run["duration_s"], 4),
+            "step_ms": {
+                kind: round(1e3 * worker[f"{kind}_step_seconds"] / worker[f"{kind}_steps"], 3)
+                for kind in ("decode", "prefill", "mixed")
+                if worker.get(f"{kind}_steps")
+            },
+        }
+        for worker in run["workers"]
+    ]
+    return {
+        "workers": workers,
+        "cores": {kind: round(sum(each), 3) for kind, each in run["cores"].items()} | {"clients": run["client_cores"]},
+        "busiest_gateway_cores": max(run["cores"]["gateways"], default=0.0),
+    }
+
+
+def _seconds_of_steps(worker: Mapping[str, float]) -> float:
+    return sum(value for name, value in worker.items() if name.endswith("step_seconds"))
+
+
+def _share(worker: Mapping[str, float], workers: Sequence[Mapping[str, float]], name: str) -> float | None:
+    total = sum(each.get(name, 0.0) for each in workers)
+    return round(worker.get(name, 0.0) / total, 4) if total else None
 
 
 def prompts_of(plan: Plan, num_workers: int, output_len: int | None = None) -> list[Prompt]:
@@ -130,7 +164,7 @@ def by_second(result: LoadResult) -> list[int]:
 
 
 def worker_totals(url: str) -> dict[str, dict[str, float]]:
-    """By worker, from `/metrics`: tokens drawn, steps, and the seconds that they took."""
+    """By worker, from `/metrics`: tokens drawn and prefilled, sequences, steps, and the seconds that these took."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     return totals_in(text)
@@ -140,6 +174,8 @@ def totals_in(text: str) -> dict[str, dict[str, float]]:
     """What `worker_totals` looks for in a page of metrics."""
     wanted = {
         "raycomb_sampled_tokens_total": "sampled_tokens",
+        "raycomb_prefilled_tokens_total": "prefilled_tokens",
+        "raycomb_sequences_finished_total": "ended_sequences",
         "raycomb_step_time_seconds_count": "steps",
         "raycomb_step_time_seconds_sum": "step_seconds",
     }

@@ -126,15 +126,16 @@ class Routers:
         for router in self.routers:
             for worker_id in self._ids:
                 router.join(worker_info(worker_id, limits))
+        self._newest = 0
 
     def choose(self, number: int, request: Request) -> int:
-        router = self.routers[number % len(self.routers)]
+        router, self._newest = self.routers[number % len(self.routers)], number
         return self._ids.index(router.assign(number, request))
 
     def hear(self, worker: int, planner: Planner, updates: Sequence[tuple[int, Update]]) -> None:
         changes, snapshot, worker_id = planner.blocks.take_changes(), planner.snapshot(), self._ids[worker]
         for router in self.routers:
-            router.observe(worker_id, snapshot, draining=False)
+            router.observe(worker_id, snapshot, draining=False, newest_request=self._newest)
             router.learn(worker_id, changes)
         for number, update in updates:
             router = self.routers[number % len(self.routers)]

@@ -94,7 +94,8 @@ class Snapshot:
     """A worker's state after a step, for routing and metrics. free + owned + cached cells = capacity, always.
 
     `queue_tokens_per_s` is how fast the queue of prefill tokens moves, where the worker has measured it: the planner,
-    which has no clock, leaves it to the engine.
+    which has no clock, leaves it to the engine. `answer_tokens` are expected still to be drawn for all live sequences,
+    and `ends_per_token` is the share of tokens that end an answer before its budget (`planner.outlook`).
     """
 
     capacity: int
@@ -106,3 +107,5 @@ class Snapshot:
     queued_prefill_tokens: int
     step: int
     queue_tokens_per_s: float | None = None
+    answer_tokens: int = 0
+    ends_per_token: float = 0.0

@@ -26,6 +26,7 @@ from planner.limits import Limits, Snapshot
 from planner.memory import Memory
 from planner.metrics import Metrics
 from planner.move import Move
+from planner.outlook import Outlook
 from planner.request import BASE_ROOT, CellArray, FinishReason, Request, TokenArray, TokenLogprobs, Update
 from planner.schedule import Schedule
 from planner.sequence import Family, Sequence, accept
@@ -60,6 +61,7 @@ class Planner:
         self.metrics = Metrics()
         self._memory = Memory(limits, self.metrics)
         self._schedule = Schedule(limits, self._memory, self.metrics)
+        self._outlook = Outlook()
         self._families: dict[int, Family] = {}
         self._in_flight: deque[_Flight] = deque()
         self._last_request_id = 0
@@ -106,6 +108,7 @@ class Planner:
         family = accept(self._last_request_id, request)
         self._families[family.request_id] = family
         self._schedule.waiting.add(family.live[0])
+        self._outlook.accept(request)
         self.metrics.num_requests_submitted += 1
         self.metrics.num_sequences_accepted += request.n
         return family.request_id
@@ -214,6 +217,8 @@ class Planner:
             num_waiting=len(schedule.waiting),
             queued_prefill_tokens=schedule.num_queued_tokens,
             step=self._last_committed,
+            answer_tokens=self._outlook.num_tokens,
+            ends_per_token=self._outlook.ends_per_token,
         )
 
     def inspect(self) -> Inspection:
@@ -224,6 +229,8 @@ class Planner:
         """Verify every invariant, in O(capacity); for tests and debugging."""
         self._memory.check(self._schedule.sequences)
         self._schedule.check()
+        families = self._families.values()
+        self._outlook.check((family.request, family.num_left(index)) for family in families for index in family.indices)
         assert bool(self._families) == self._schedule.busy, "a family without a sequence, or the reverse"
 
     def _apply(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput, updates: list[Update]) -> None:
@@ -244,6 +251,7 @@ class Planner:
         reason = None
         if token is not None:
             sequence.tokens.append(token)
+            self._outlook.draw(family.request)
             self.metrics.num_tokens_generated += 1
             reason = sequence.reason_to_end(token)
         elif family.request.max_tokens == 0 and sequence.num_computed == sequence.num_prompt:
@@ -309,6 +317,7 @@ class Planner:
     def _close(self, family: Family, index: int, reason: FinishReason) -> None:
         """Note that a sequence ends; it leaves unless others need the prompt that it computes."""
         self.metrics.finished[reason] += 1
+        self._outlook.end(family.request, family.num_left(index), failed=reason is FinishReason.FAILED)
         if index in family.unforked:
             family.unforked.discard(index)
             if not family.unforked:

@@ -157,6 +157,12 @@ class Family:
         """Indices that still owe their terminal update, ascending."""
         return sorted({*self.live, *self.unforked})
 
+    def num_left(self, index: int) -> int:
+        """Tokens that a live answer may still draw."""
+        sequence = self.live.get(index)
+        num_drawn = 0 if sequence is None else len(sequence.tokens) - sequence.num_prompt
+        return self.request.max_tokens - num_drawn
+
     def spawn(self, index: int) -> Sequence:
         """The index-th sequence, with the prompt as its tokens and a seed of its own."""
         sampling = self.request.sampling

@@ -241,7 +241,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., param: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("capacity", "free_cells", "owned_cells", "cached_cells", "num_running", "num_waiting", "queued_prefill_tokens", "step", "draining", "queue_tokens_per_s")
+    __slots__ = ("capacity", "free_cells", "owned_cells", "cached_cells", "num_running", "num_waiting", "queued_prefill_tokens", "step", "draining", "queue_tokens_per_s", "answer_tokens", "ends_per_token", "newest_request")
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     FREE_CELLS_FIELD_NUMBER: _ClassVar[int]
     OWNED_CELLS_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +252,9 @@ class Snapshot(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_REQUEST_FIELD_NUMBER: _ClassVar[int]
     capacity: int
     free_cells: int
     owned_cells: int
@@ -262,7 +265,10 @@ class Snapshot(_message.Message):
     step: int
     draining: bool
     queue_tokens_per_s: float
-    def __init__(self, capacity: _Optional[int] = ..., free_cells: _Optional[int] = ..., owned_cells: _Optional[int] = ..., cached_cells: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., step: _Optional[int] = ..., draining: _Optional[bool] = ..., queue_tokens_per_s: _Optional[float] = ...) -> None: ...
+    answer_tokens: int
+    ends_per_token: float
+    newest_request: int
+    def __init__(self, capacity: _Optional[int] = ..., free_cells: _Optional[int] = ..., owned_cells: _Optional[int] = ..., cached_cells: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., step: _Optional[int] = ..., draining: _Optional[bool] = ..., queue_tokens_per_s: _Optional[float] = ..., answer_tokens: _Optional[int] = ..., ends_per_token: _Optional[float] = ..., newest_request: _Optional[int] = ...) -> None: ...
 
 class Totals(_message.Message):
     __slots__ = ("prompt_tokens_computed", "tokens_generated", "decode_tokens", "prefill_tokens", "padded_rows", "prefill_forwards", "decode_forwards", "prefix_queries", "prefix_hits", "preemptions", "finished", "queue_time", "decode_step_time", "prefill_step_time", "mixed_step_time", "cells_swapped_out", "cells_swapped_in", "streams_refused")

@@ -80,6 +80,7 @@ class Gateway:
     ends: dict[tuple[int, int], Update] = field(default_factory=dict)
     refusals: dict[int, RequestRefused] = field(default_factory=dict)
     snapshot: Snapshot | None = None
+    newest_request: int = 0
     draining: bool = False
     messages: list[pb.StepUpdates] = field(default_factory=list)
 
@@ -94,6 +95,7 @@ class Gateway:
         if message.HasField("snapshot"):
             self.snapshot = wire.snapshot_from_proto(message.snapshot)
             self.draining = message.snapshot.draining
+            self.newest_request = message.snapshot.newest_request
         for sequence in message.updates:
             news = wire.update_from_proto(sequence)
             if isinstance(news, RequestRefused):

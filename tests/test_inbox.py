@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from planner.errors import InvalidRequest, QueueFull, Unavailable
+from planner.limits import Snapshot
 from tests.fakes import fake_request
 from worker.inbox import Inbox
 
@@ -31,6 +33,26 @@ def test_submits_are_bounded_and_a_refused_one_changes_nothing() -> None:
     assert inbox.num_live == 3
     assert [submit.key for submit in inbox.take(wait=False).submits] == [2, 3]
     inbox.submit("a", 4, REQUEST)
+
+
+def test_a_snapshot_counts_every_request_once_from_the_moment_it_is_submitted() -> None:
+    inbox: Inbox[str] = Inbox(10)
+    inbox.connect("a")
+    assert inbox.snapshot is None
+    idle = Snapshot(100, 100, 0, 0, num_running=0, num_waiting=0, queued_prefill_tokens=0, step=0)
+    inbox.advise(1.0, idle)
+    assert inbox.snapshot == idle
+    asked = fake_request(range(7), max_tokens=5, n=2)
+    one = replace(idle, num_waiting=1, queued_prefill_tokens=7, answer_tokens=10)
+    inbox.submit("a", 1, asked)
+    assert inbox.snapshot == one
+    inbox.take(wait=False)
+    assert inbox.snapshot == one, "the planner has it, and has not said so"
+    inbox.submit("a", 2, asked)
+    assert inbox.snapshot == replace(idle, num_waiting=2, queued_prefill_tokens=14, answer_tokens=20)
+    planned = replace(idle, num_running=2, queued_prefill_tokens=7, answer_tokens=10)
+    inbox.advise(1.0, planned)
+    assert inbox.snapshot == replace(planned, num_waiting=1, queued_prefill_tokens=14, answer_tokens=20)
 
 
 def test_a_cancel_of_a_key_that_is_not_live_takes_no_room() -> None:

@@ -137,3 +137,16 @@ async def test_names_of_prefixes_that_wait_do_not_hold_up_a_drain() -> None:
     assert await outbox.next() is not None
     outbox.hang_up()
     assert await asyncio.wait_for(outbox.next(), PATIENCE_S) is None
+
+
+async def test_a_state_says_which_request_was_the_last_that_it_counts() -> None:
+    outbox = Outbox()
+    told = []
+    for request_id in (3, 8):
+        outbox.tell(SNAPSHOT, draining=False)
+        outbox.note_new(request_id)  # it came behind
+        message = await outbox.next()
+        assert message is not None
+        outbox.note_sent()
+        told.append(message.snapshot.newest_request)
+    assert told == [0, 3]

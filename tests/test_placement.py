@@ -19,6 +19,7 @@ IDLE = Candidate(
     num_seats_wanted=0,
     num_waiting=0,
     queued_prefill_tokens=0,
+    answer_tokens=0,
     max_num_seqs=8,
     max_waiting=16,
     max_waiting_tokens=100_000,
@@ -40,6 +41,7 @@ def candidates(draw: st.DrawFn) -> Candidate:
         num_seats_wanted=num_running + num_waiting,
         num_waiting=num_waiting,
         queued_prefill_tokens=draw(st.integers(0, 5000)),
+        answer_tokens=draw(st.integers(0, 5000)),
         max_num_seqs=draw(st.integers(1, 40)),
         max_waiting=draw(st.integers(1, 40)),
         max_waiting_tokens=draw(st.integers(1, 5000)),
@@ -73,6 +75,18 @@ def test_running_decodes_weigh_as_much_as_the_steps_they_share() -> None:
     decoding = IDLE._replace(num_running=7)
     queued = IDLE._replace(queued_prefill_tokens=64)
     assert choose(Need(10, 1), [queued, decoding]) == 1
+
+
+def test_what_is_left_to_draw_decides_between_workers_that_are_equal_otherwise() -> None:
+    long, short = (IDLE._replace(num_running=4, answer_tokens=left) for left in (1000, 900))
+    assert choose(Need(10, 1), [long, short]) == 1
+
+
+def test_a_resident_prefix_outweighs_somewhat_longer_answers_and_not_any() -> None:
+    """A prompt of 500 tokens, 450 of them resident at the second worker."""
+    behind = IDLE._replace(num_running=4, answer_tokens=1000)
+    assert choose(Need(500, 1), [IDLE, behind], [0, 450]) == 1
+    assert choose(Need(500, 1), [IDLE, behind._replace(answer_tokens=2000)], [0, 450]) == 0
 
 
 def test_a_worker_without_a_free_seat_is_the_last_choice() -> None:

@@ -42,21 +42,43 @@ def test_a_request_goes_to_its_owner_and_elsewhere_once_that_is_gone() -> None:
         router.join(info(worker_id))
     assert [router.assign(number, request(), owner="c") for number in range(4)] == ["c"] * 4
     assert router.assign(4, request(), owner="c", avoid={"c"}) == "a"
-    router.observe("c", snapshot(1), draining=True)
+    router.observe("c", snapshot(1), draining=True, newest_request=0)
     assert router.assign(5, request(), owner="c") == "b"
     router.leave("c")
     assert router.assign(6, request(), owner="c") == "a"
 
 
-def test_what_was_sent_counts_until_the_snapshot_must_hold_it() -> None:
+def test_what_was_sent_counts_until_the_worker_has_read_it() -> None:
     router = Router(max_waiting=16)
     router.join(info("a"))
     router.join(info("b"))
     assert router.assign(1, request()) == "a"
-    router.observe("a", snapshot(1), draining=False)  # this step was planned before the request came
+    router.observe("a", snapshot(1), draining=False, newest_request=0)  # it was on its way when the request was sent
     assert router.assign(2, request()) == "b"
-    router.observe("a", snapshot(2), draining=False)
+    router.observe("a", snapshot(1), draining=False, newest_request=1)
     assert router.assign(3, request()) == "a"
+
+
+def test_a_worker_that_has_less_left_to_draw_gets_more() -> None:
+    """Both run as many, and nothing is queued."""
+    router = router_of("a", "b")
+    router.observe("a", snapshot(1, num_running=3, answer_tokens=900), draining=False, newest_request=0)
+    router.observe("b", snapshot(1, num_running=3, answer_tokens=870), draining=False, newest_request=0)
+    asked = [replace(request(), max_tokens=max_tokens) for max_tokens in (20, 30, 10, 10)]
+    assert [router.assign(number, each) for number, each in enumerate(asked, 1)] == ["b", "b", "a", "a"]
+
+
+def test_answers_are_expected_to_be_as_long_as_the_workers_were() -> None:
+    """Answers that end one token in ten are short, whatever their budget; those that nothing ends are as long as it."""
+    router = router_of("a", "b")
+    for worker_id in "ab":
+        told_so = replace(snapshot(1), ends_per_token=0.1)
+        router.observe(worker_id, told_so, draining=False, newest_request=0)
+    ending = replace(request(), max_tokens=400, stop_token_ids=frozenset({1}))
+    endless = replace(request(), max_tokens=400)
+    assert router.assign(1, ending) == "a"
+    assert router.assign(2, endless) == "b"
+    assert {router.assign(number, ending) for number in range(3, 10)} == {"a"}
 
 
 def test_a_settled_request_no_longer_counts() -> None:
@@ -83,7 +105,7 @@ def test_a_draining_worker_gets_nothing_and_without_another_one_the_router_is_no
     assert not router.ready
     router.join(info("a"))
     assert router.ready
-    router.observe("a", snapshot(1), draining=True)
+    router.observe("a", snapshot(1), draining=True, newest_request=0)
     assert not router.ready
     with pytest.raises(Unavailable, match="no worker takes requests"):
         router.assign(1, request())
@@ -103,7 +125,7 @@ def test_a_worker_that_left_is_forgotten_with_all_that_was_sent_to_it() -> None:
     router.join(info("a"))
     router.assign(1, request(n=8))
     router.leave("a")
-    router.observe("a", snapshot(5), draining=False)
+    router.observe("a", snapshot(5), draining=False, newest_request=0)
     assert not router.ready
     assert router.infos == []
     router.join(info("a"))
@@ -142,7 +164,7 @@ def test_a_request_goes_where_its_prefix_is_resident_until_it_is_evicted() -> No
         router.learn(owner, told(asked))
         assert router.assign(1, asked) == owner
         router.settle(owner, 1, 256)
-        router.observe(owner, snapshot(1, queued_prefill_tokens=50), draining=False)
+        router.observe(owner, snapshot(1, queued_prefill_tokens=50), draining=False, newest_request=0)
         assert router.assign(2, asked) == owner
         router.settle(owner, 2, 256)
         router.learn(owner, BlockChanges(removed=told(asked).added))
@@ -182,7 +204,7 @@ def test_what_a_request_was_expected_to_leave_is_forgotten_when_it_was_refused()
     asked = prompt(300)
     worker_id = router.assign(1, asked)
     router.settle(worker_id, 1)
-    router.observe(worker_id, snapshot(1, queued_prefill_tokens=10), draining=False)
+    router.observe(worker_id, snapshot(1, queued_prefill_tokens=10), draining=False, newest_request=0)
     assert router.assign(2, asked) != worker_id
 
 
@@ -204,7 +226,7 @@ def test_a_worker_that_left_and_came_back_has_nothing_resident() -> None:
     router.leave("a")
     router.learn("a", told(asked))
     router.join(info("a"))
-    router.observe("a", snapshot(1, queued_prefill_tokens=10), draining=False)
+    router.observe("a", snapshot(1, queued_prefill_tokens=10), draining=False, newest_request=0)
     assert router.assign(1, asked) == "b"
 
 
@@ -212,7 +234,7 @@ def test_a_draining_worker_attracts_nothing() -> None:
     router = router_of("a", "b")
     asked = prompt(300)
     router.learn("a", told(asked))
-    router.observe("a", snapshot(1), draining=True)
+    router.observe("a", snapshot(1), draining=True, newest_request=0)
     assert router.assign(1, asked) == "b"
 
 
@@ -220,7 +242,7 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_wherever_it_goe
     router = router_of("a", "b")
     asked = replace(prompt(300), prompt_logprobs=True)
     router.learn("a", told(asked))
-    router.observe("a", snapshot(1, queued_prefill_tokens=10), draining=False)
+    router.observe("a", snapshot(1, queued_prefill_tokens=10), draining=False, newest_request=0)
     assert router.assign(1, asked) == "b"
 
 
@@ -230,7 +252,7 @@ def test_what_waiting_prompts_will_find_resident_does_not_make_a_queue_look_long
     router.learn("b", told(asked))
     for number in range(4):
         assert router.assign(number, asked) == "b"
-    router.observe("b", snapshot(9, num_waiting=4, queued_prefill_tokens=2400), draining=False)
+    router.observe("b", snapshot(9, num_waiting=4, queued_prefill_tokens=2400), draining=False, newest_request=3)
     assert router.assign(4, asked) == "b"
     for number in range(4):
         router.settle("b", number)

@@ -141,6 +141,26 @@ async def test_a_request_id_in_use_is_refused_and_may_be_used_after_its_end() ->
         assert gateway.tokens[1, 0] == expected_tokens(fake_request())
 
 
+async def test_all_gateways_hear_of_a_request_while_the_step_before_it_runs() -> None:
+    """Else each would send others on top of it; a step with prompts takes hundreds of milliseconds."""
+    async with (
+        serving(holding()) as worker,
+        attached(worker.address) as asking,
+        attached(worker.address) as other,
+    ):
+        await other.submit(5, fake_request(max_tokens=FOREVER))
+        await asyncio.to_thread(worker.executor.wait_launched, 1)
+        await asking.submit(8, fake_request(range(20), max_tokens=30))
+        for gateway in (asking, other):
+            while gateway.snapshot is None or gateway.snapshot.queued_prefill_tokens < 20:
+                await gateway.read()
+            assert (gateway.snapshot.step, gateway.snapshot.num_waiting) == (0, 2)
+            assert gateway.snapshot.answer_tokens == FOREVER + 30
+        assert (asking.newest_request, other.newest_request) == (8, 5)
+        worker.executor.release()
+        await asking.read_ends(8)
+
+
 async def test_a_full_inbox_is_a_refusal_that_says_when_to_come_back() -> None:
     async with serving(holding(), inbox_size=1) as worker, attached(worker.address) as gateway:
         await gateway.submit(1, fake_request())

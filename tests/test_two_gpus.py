@@ -23,6 +23,7 @@ from benchmarks.two_gpus_mixed import (
     prompts_of,
     tokens_per_step_second,
     totals_in,
+    where_the_time_goes,
 )
 from benchmarks.two_gpus_plan import PLANS, Part, Scale
 from benchmarks.two_gpus_prefixes import RoundRobin, best_cached_share
@@ -93,6 +94,21 @@ def test_an_uneven_split_is_told_from_workers_that_slow_each_other() -> None:
     uneven = [even[0] | {"sampled_tokens": 60.0, "mixed_step_seconds": 0.2}, even[0] | {"sampled_tokens": 40.0}]
     assert (tokens_per_step_second(even), busier_share(even)) == (50.0, 0.5)
     assert (tokens_per_step_second(uneven), busier_share(uneven)) == (45.5, 0.6)
+
+
+def test_where_the_time_goes_is_told_of_each_worker_and_of_all_processes() -> None:
+    busy = {"sampled_tokens": 60.0, "prefilled_tokens": 30.0, "decode_steps": 8.0, "decode_step_seconds": 0.4}
+    idle = {"sampled_tokens": 40.0, "prefilled_tokens": 10.0, "mixed_steps": 2.0, "mixed_step_seconds": 0.1}
+    cores = {"workers": [1.0, 0.5], "gateways": [0.6, 0.2], "haproxy": [0.1], "ray": []}
+    run = {"output_tokens": 100, "duration_s": 0.5, "workers": [busy, idle], "cores": cores, "client_cores": 0.3}
+    told = where_the_time_goes(run)
+    assert [worker["idle_share"] for worker in told["workers"]] == [0.2, 0.8]
+    assert [worker["share_of_tokens"] for worker in told["workers"]] == [0.6, 0.4]
+    assert [worker["share_of_prompt_tokens"] for worker in told["workers"]] == [0.75, 0.25]
+    assert [worker["share_of_sequences"] for worker in told["workers"]] == [None, None]
+    assert [worker["step_ms"] for worker in told["workers"]] == [{"decode": 50.0}, {"mixed": 50.0}]
+    assert told["cores"] == {"workers": 1.5, "gateways": 0.8, "haproxy": 0.1, "ray": 0, "clients": 0.3}
+    assert told["busiest_gateway_cores"] == 0.6
 
 
 def stream(*times: float, wanted: int = 4, tokens: int = 4, endings: tuple[str, ...] = ("length",)) -> Stream:

@@ -112,8 +112,8 @@ class Engine:
 
     @property
     def snapshot(self) -> Snapshot:
-        """As of the last report; needs a started engine."""
-        return self._started.result().snapshot
+        """As of the last report, and with all that was submitted since; needs a started engine."""
+        return self._inbox.snapshot or self._started.result().snapshot
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:

@@ -1,4 +1,5 @@
 """What clients tell the engine: the one door through which other threads reach it. Bounded, and deaf to repetition.
+So it is also what knows how much the engine has to do at any moment, those requests included that it has not seen yet.
 
 Submits queue up to a size. Cancels and closes are never turned away: there is at most one cancel a live key, and one
 close a client. A cancel that came while its submit was still queued is delivered together with it.
@@ -6,18 +7,32 @@ close a client. A cancel that came while its submit was still queued is delivere
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Generic, NamedTuple, TypeVar
 
 from planner.errors import InvalidRequest, QueueFull, Unavailable
+from planner.limits import Snapshot
+from planner.outlook import expected_answer_tokens
 from planner.request import Request
 from worker.adapters import AdapterOrder
 from worker.inspection import EngineView
 
 C = TypeVar("C")
+
+
+class Unread(NamedTuple):
+    """What requests ask for that the planner does not know yet: how many, tokens to prefill, and tokens expected."""
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+
+    def plus(self, other: Unread) -> Unread:
+        return Unread(*map(operator.add, self, other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +82,9 @@ class Inbox(Generic[C]):
         self._refusing: str | None = None
         self._stopped = False
         self._retry_after_s = 1.0
+        self._snapshot: Snapshot | None = None
+        self._queued = Unread()
+        self._taken = Unread()
 
     def connect(self, client: C) -> None:
         """Raises `Unavailable` once requests are refused."""
@@ -91,6 +109,10 @@ class Inbox(Generic[C]):
                 )
             live.add(key)
             self._mail.submits.append(Submit(client, key, request))
+            ends_per_token = 0.0 if self._snapshot is None else self._snapshot.ends_per_token
+            self._queued = self._queued.plus(
+                Unread(1, len(request.prompt), expected_answer_tokens(request, ends_per_token))
+            )
             self._condition.notify()
 
     def cancel(self, client: C, key: int, indices: Collection[int] | None) -> None:
@@ -149,12 +171,29 @@ class Inbox(Generic[C]):
             while wait and not self._mail:
                 self._condition.wait()
             mail, self._mail = self._mail, Mail()
+            self._taken, self._queued = self._taken.plus(self._queued), Unread()
             return mail
 
-    def advise(self, retry_after_s: float) -> None:
-        """What to tell those that are turned away while the inbox is full."""
+    def advise(self, retry_after_s: float, snapshot: Snapshot) -> None:
+        """What to tell those that are turned away while the inbox is full, and the planner's state with all mail that
+        was taken."""
         with self._condition:
             self._retry_after_s = retry_after_s
+            self._snapshot, self._taken = snapshot, Unread()
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The planner's last state, and on top of it every request that was submitted since; None before the first."""
+        with self._condition:
+            snapshot, unread = self._snapshot, self._taken.plus(self._queued)
+        if snapshot is None or not unread.num_requests:
+            return snapshot
+        return replace(
+            snapshot,
+            num_waiting=snapshot.num_waiting + unread.num_requests,
+            queued_prefill_tokens=snapshot.queued_prefill_tokens + unread.prompt_tokens,
+            answer_tokens=snapshot.answer_tokens + unread.answer_tokens,
+        )
 
     def live(self) -> list[tuple[C, int]]:
         """Keys that were submitted and have not had their last news, of clients that are not closed."""

@@ -93,6 +93,7 @@ class Loop:
         self._has_news = False
         self._check_cells = check_cells
         self.snapshot = self._planner.snapshot()
+        inbox.advise(self._patience.retry_after_s, self.snapshot)
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
@@ -227,7 +228,7 @@ class Loop:
         if self._has_news:
             rate = self._patience.rate.tokens_per_s
             self.snapshot = replace(self._planner.snapshot(), queue_tokens_per_s=rate)
-            self._inbox.advise(self._patience.retry_after_s)
+            self._inbox.advise(self._patience.retry_after_s, self.snapshot)
             self._deliver()
 
     def _deliver(self) -> None:

@@ -11,6 +11,7 @@ import asyncio
 
 from planner.blocks import BlockNews
 from planner.errors import InvalidRequest, RequestRefused
+from planner.limits import Snapshot
 from planner.request import Adapter, Update
 from protos import worker_pb2 as pb
 from worker import wire
@@ -33,6 +34,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._open: dict[int, int] = {}
+        self._newest_request = 0
         self._updates: dict[tuple[int, int], Update] = {}
         self._refusals: list[tuple[int, RequestRefused]] = []
         self._snapshot: pb.Snapshot | None = None
@@ -59,8 +61,10 @@ class Outbox:
         """No request is open and everything was sent."""
         return not (self._open or self._updates or self._refusals or self._is_sending)
 
-    def check_new(self, request_id: int) -> None:
-        """Raises `InvalidRequest` while the last news of a request of this id were not given out."""
+    def note_new(self, request_id: int) -> None:
+        """A request has come: it is the newest. Raises `InvalidRequest` while the last news of one of this id were not
+        given out."""
+        self._newest_request = request_id
         if request_id in self._open:
             raise InvalidRequest(f"request {request_id} is already running on this stream", param="request_id")
 
@@ -83,10 +87,14 @@ class Outbox:
                 self._updates[key] = news if before is None else merged(before, news)
                 if news.finish_reason is not None:
                     self._note_end()
-        self._snapshot = wire.snapshot_to_proto(report.snapshot, draining=draining)
+        self.tell(report.snapshot, draining=draining)
         self._blocks.note(report.blocks)
         self._totals = report.totals or self._totals
         self._adapters = self._adapters if report.adapters is None else report.adapters
+
+    def tell(self, snapshot: Snapshot, *, draining: bool) -> None:
+        """Give out the worker's state of this moment, which counts every request that has come."""
+        self._snapshot = wire.snapshot_to_proto(snapshot, draining=draining, newest_request=self._newest_request)
         self._news.set()
 
     def beat(self) -> None:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -27,6 +27,9 @@ from worker.pulse import LOOK_S, PulseWatch
 from worker.totals import Totals
 
 logger = logging.getLogger(__name__)
+
+TELL_AFTER_S: Final = 0.005
+"""From a new request to all gateways' knowing of it, at the latest."""
 
 Context = Any  # grpc.aio.ServicerContext[pb.Command, pb.StepUpdates]; grpc ships no types
 
@@ -120,6 +123,7 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
         self._secret = secret.encode()
         self._num_refused = 0
         self._outboxes: set[Outbox] = set()
+        self._telling: asyncio.TimerHandle | None = None
         self._sent = asyncio.Event()
 
     async def Attach(self, commands: AsyncIterator[pb.Command], context: Context) -> None:  # noqa: N802 - gRPC's name
@@ -166,6 +170,7 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
             match command.WhichOneof("command"):
                 case "submit":
                     _submit(command.submit, client, outbox)
+                    self._tell_soon()
                 case "cancel":
                     client.cancel(command.cancel.request_id, tuple(command.cancel.indices) or None)
                 case "read":
@@ -192,8 +197,24 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
         return listen
 
     def _add(self, report: StepReport, outbox: Outbox, *, draining: bool) -> None:
+        """With what has come since the report was made: gateways count upon hearing of all that they had asked for."""
         totals = None if report.totals is None else self.totals(report.totals)
-        outbox.add(replace(report, totals=totals) if self._num_refused else report, draining=draining)
+        outbox.add(replace(report, snapshot=self._engine.snapshot, totals=totals), draining=draining)
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+
+    def _tell_soon(self) -> None:
+        """Let all gateways know of new requests, where no step ends soon that tells them: what others do not know of
+        they would send requests on top of."""
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(TELL_AFTER_S, self._tell)
+
+    def _tell(self) -> None:
+        self._telling = None
+        draining = self._engine.state is not EngineState.RUNNING
+        for outbox in self._outboxes:
+            outbox.tell(self._engine.snapshot, draining=draining)
 
     def _note_stranger(self, peer: str) -> None:
         """Count a stream without the secret, and let all gateways know, though there may be no step to tell it with."""
@@ -207,7 +228,7 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
 
 def _submit(submit: pb.Submit, client: Client, outbox: Outbox) -> None:
     try:
-        outbox.check_new(submit.request_id)
+        outbox.note_new(submit.request_id)
         request = wire.request_from_proto(submit)
         client.submit(submit.request_id, request)
     except RequestRefused as refusal:

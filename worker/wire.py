@@ -180,8 +180,9 @@ def error_from_proto(message: pb.Error) -> RaycombError:
     return error
 
 
-def snapshot_to_proto(snapshot: Snapshot, *, draining: bool = False) -> pb.Snapshot:
-    """`draining` is the engine's word, not the planner's: no new request is taken."""
+def snapshot_to_proto(snapshot: Snapshot, *, draining: bool = False, newest_request: int = 0) -> pb.Snapshot:
+    """`draining` is the engine's word, not the planner's: no new request is taken. `newest_request`: the id of the last
+    one that the receiver had asked for when it was made; 0: none."""
     return pb.Snapshot(
         capacity=snapshot.capacity,
         free_cells=snapshot.free_cells,
@@ -193,11 +194,14 @@ def snapshot_to_proto(snapshot: Snapshot, *, draining: bool = False) -> pb.Snaps
         step=snapshot.step,
         draining=draining,
         queue_tokens_per_s=snapshot.queue_tokens_per_s,
+        answer_tokens=snapshot.answer_tokens,
+        ends_per_token=snapshot.ends_per_token,
+        newest_request=newest_request,
     )
 
 
 def snapshot_from_proto(message: pb.Snapshot) -> Snapshot:
-    """The planner's part; read `message.draining` beside it."""
+    """The planner's part; read `message.draining` and `message.newest_request` beside it."""
     return Snapshot(
         capacity=message.capacity,
         free_cells=message.free_cells,
@@ -208,6 +212,8 @@ def snapshot_from_proto(message: pb.Snapshot) -> Snapshot:
         queued_prefill_tokens=message.queued_prefill_tokens,
         step=message.step,
         queue_tokens_per_s=message.queue_tokens_per_s if message.HasField("queue_tokens_per_s") else None,
+        answer_tokens=message.answer_tokens,
+        ends_per_token=message.ends_per_token,
     )
 
 

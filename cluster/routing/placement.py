@@ -29,6 +29,11 @@ RECOMPUTED_WEIGHT = 6
 another copy of a prefix takes the cells of other prefixes. Counted once, a burst of one prefix would scatter, since a
 second copy is as soon computed as the first is waited for. Measured: `benchmarks/placement.py`, `docs/decisions.md`."""
 
+ANSWER_WEIGHT = 2
+"""A token that is still to be drawn counts so often: about what it costs of a full step beside one of a prompt. It does
+not delay a first token, but where all else is equal work is to be even, and what is left to draw tells more of that
+than how many run. Measured: `benchmarks/even_work.py`, `docs/decisions.md`."""
+
 _GENERATION = 2**40
 """More than any number of tokens: generations of running sequences are compared first."""
 
@@ -51,7 +56,8 @@ class Candidate(NamedTuple):
     """A worker as one gateway knows it: its last snapshot, with what was sent since added to it.
 
     `free_cells` counts cells that no running sequence owns (free or cached). `num_seats_wanted` counts sequences that
-    run or wait to, `num_waiting` requests that wait. `max_prefill_tokens` is W.
+    run or wait to, `num_waiting` requests that wait. `answer_tokens` are expected still to be drawn, for those that run
+    and those that wait. `max_prefill_tokens` is W.
     `queue_tokens_per_s` is how fast the queued tokens are done; 0 where it is not known.
     """
 
@@ -61,6 +67,7 @@ class Candidate(NamedTuple):
     num_seats_wanted: int
     num_waiting: int
     queued_prefill_tokens: int
+    answer_tokens: int
     max_num_seqs: int
     max_waiting: int
     max_waiting_tokens: int
@@ -135,6 +142,7 @@ def _expected_waits(need: Need, candidates: Candidates, rows: Int64Array, cached
     uncached = np.maximum(1, need.prompt_tokens - np.where(hot, 0, cached_tokens))
     decodes = -(-(queued + uncached) // width) * column["num_running"]
     waits: Int64Array = generations * _GENERATION + queued + RECOMPUTED_WEIGHT * uncached + decodes
+    waits += ANSWER_WEIGHT * column["answer_tokens"]
     return waits
 
 

@@ -18,11 +18,8 @@ from cluster.routing.residents import ResidentIndex
 from planner.blocks import BlockChanges, block_hashes
 from planner.errors import RaycombError, Unavailable
 from planner.limits import Snapshot
+from planner.outlook import expected_answer_tokens
 from planner.request import Adapter, Request
-
-STEPS_UNTIL_SEEN = 2
-"""A request sent while a worker runs step s is in its snapshot after step s + 2 at the latest: its inbox is read
-between steps, and one more step may be planned by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +49,10 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A request that the worker has not answered yet: the snapshot's step when it was sent, and what was expected."""
+    """A request that the worker has not answered yet, and what was expected of it."""
 
-    step: int
     need: Need
+    answer_tokens: int
     num_cached: int
     expected_blocks: tuple[int, ...]
 
@@ -66,7 +63,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class _View:
-    """`unseen` are those of `sent` that the snapshot may not count yet; by request id both. `num_seen` and
+    """`unseen` are those of `sent` that the snapshot does not count yet; by request id both. `num_seen` and
     `num_seen_cached` are the prompt tokens of those that it does count, and how many of them are expected resident."""
 
     info: WorkerInfo
@@ -78,10 +75,6 @@ class _View:
     unseen: dict[int, _Sent] = field(default_factory=dict)
     num_seen: int = 0
     num_seen_cached: int = 0
-
-    @property
-    def step(self) -> int:
-        return 0 if self.snapshot is None else self.snapshot.step
 
     @property
     def num_queued(self) -> int:
@@ -134,15 +127,14 @@ class Router:
             self._rows = self._rows_by_id()
             self._residents.close(view.row)
 
-    def observe(self, worker_id: str, snapshot: Snapshot, *, draining: bool) -> None:
-        """Take in a worker's news; what it must have seen by now no longer counts as sent since."""
+    def observe(self, worker_id: str, snapshot: Snapshot, *, draining: bool, newest_request: int) -> None:
+        """Take in a worker's news, which counts what was sent to it up to `newest_request`: ids ascend."""
         view = self._views.get(worker_id)
         if view is None:
             return
         view.snapshot = snapshot
         view.draining = draining
-        seen = [key for key, sent in view.unseen.items() if sent.step + STEPS_UNTIL_SEEN <= snapshot.step]
-        for request_id in seen:
+        for request_id in [key for key in view.unseen if key <= newest_request]:
             view.count(view.unseen.pop(request_id), 1)
         self._judge(view)
 
@@ -216,7 +208,9 @@ class Router:
         turn = blocks[0] if blocks else self._offset
         view = self._by_row[assign(need, self._candidates, rows, cached, turn)]
         num_expected = self._residents.expect(view.row, blocks)
-        sent = _Sent(view.step, need, int(cached[view.row]), blocks[:num_expected])
+        ends_per_token = 0.0 if view.snapshot is None else view.snapshot.ends_per_token
+        answer_tokens = expected_answer_tokens(request, ends_per_token)
+        sent = _Sent(need, answer_tokens, int(cached[view.row]), blocks[:num_expected])
         view.sent[request_id] = view.unseen[request_id] = sent
         self._judge(view)
         return view.info.worker_id
@@ -241,11 +235,13 @@ class Router:
         running = 0 if snapshot is None else snapshot.num_running
         waiting = 0 if snapshot is None else snapshot.num_waiting
         free = info.num_cells if snapshot is None else snapshot.free_cells + snapshot.cached_cells
+        answers = 0 if snapshot is None else snapshot.answer_tokens
         wanted, prefill = running + waiting, 0
         for sent in view.unseen.values():
             num_sequences = sent.need.num_sequences
             wanted += num_sequences
             prefill += sent.num_to_prefill
+            answers += sent.answer_tokens
             if running + num_sequences <= info.max_num_seqs:
                 running += num_sequences
             else:
@@ -257,6 +253,7 @@ class Router:
             num_seats_wanted=wanted,
             num_waiting=waiting,
             queued_prefill_tokens=view.num_queued + prefill,
+            answer_tokens=answers,
             max_num_seqs=info.max_num_seqs,
             max_waiting=self._max_waiting,
             max_waiting_tokens=self._max_waiting_tokens,

@@ -244,7 +244,10 @@ class WorkerStream:
         if message.HasField("snapshot"):
             self._last_report.take(message)
             if (report := self.report) is not None:
-                self._observer.observe(self.member.worker_id, report.snapshot, draining=report.draining)
+                newest = message.snapshot.newest_request
+                self._observer.observe(
+                    self.member.worker_id, report.snapshot, draining=report.draining, newest_request=newest
+                )
         if message.HasField("blocks"):
             self._observer.learn(self.member.worker_id, blocks_from_proto(message.blocks))
         if message.HasField("adapters"):
