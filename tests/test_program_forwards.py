@@ -16,7 +16,6 @@ from planner.errors import InvalidConfiguration
 from planner.slices import Method, Slice
 from tests.tiny_models import save_tiny_model
 from tests.torch_rig import chunk, executor_of, load, run_step, token_of
-from worker.attention import Span
 from worker.batch import Batch, cut
 from worker.config import EngineConfig, Quantization
 from worker.forwards import EagerForwards
@@ -175,20 +174,25 @@ def test_decodes_without_a_method_of_their_width_run_by_the_prefill(traced: Trac
 
 
 class OneBuffer:
-    """Stands in for captured decodes: answers in one buffer that every run fills anew, of no more than `most` cells."""
+    """Stands in for captured methods: answers in one buffer that every run fills anew, of no more than `most` cells."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.buffer = torch.zeros((8, 3))
-        self.num_runs = 0
+        self.runs: list[Method] = []
 
-    def takes(self, spans: Sequence[Span]) -> bool:
-        return sum(len(span.cells) for span in spans) <= self.most
+    def decode(self, rows: Rows, selector: Sequence[int]) -> Tensor | None:
+        return self._run(Method.DECODE, rows, len(rows.spans))
 
-    def run(self, rows: Rows, selector: Sequence[int]) -> Tensor:
-        self.num_runs += 1
-        self.buffer[:] = self.num_runs
-        return self.buffer[: len(rows.spans)]
+    def prefill(self, rows: Rows, selector: Sequence[int]) -> Tensor | None:
+        return self._run(Method.PREFILL, rows, len(selector))
+
+    def _run(self, method: Method, rows: Rows, num_rows: int) -> Tensor | None:
+        if sum(len(span.cells) for span in rows.spans) > self.most:
+            return None
+        self.runs.append(method)
+        self.buffer[:] = len(self.runs)
+        return self.buffer[:num_rows]
 
 
 def test_what_captured_decodes_gave_is_kept_until_the_forward_is_whole(program: Program, traced: Traced) -> None:
@@ -198,15 +202,19 @@ def test_what_captured_decodes_gave_is_kept_until_the_forward_is_whole(program: 
     assert forwards.num_beats == 4
 
 
-def test_decodes_of_more_cells_than_a_captured_one_reads_are_launched(program: Program, traced: Traced) -> None:
+def test_forwards_of_more_cells_than_captured_ones_read_are_launched(program: Program, traced: Traced) -> None:
     captured = OneBuffer(most=3)
     forwards = ProgramForwards(metadata_of(program), traced.pool, traced.decodes, traced.prefill, captured)
     with torch.inference_mode():
         forwards.run(batch_of(1, 1), Method.DECODE, [0])  # padded to four
-    assert (captured.num_runs, len(traced.decodes[4].calls)) == (0, 1)
+        forwards.run(batch_of(5), Method.PREFILL, [0])
+    assert (captured.runs, len(traced.decodes[4].calls), len(traced.prefill.calls)) == ([], 1, 1)
+    captured.most = 5
     with torch.inference_mode():
         forwards.run(batch_of(1), Method.DECODE, [0])
-    assert (captured.num_runs, len(traced.decodes[1].calls)) == (1, 0)
+        forwards.run(batch_of(5), Method.PREFILL, [0])
+    assert (captured.runs, len(traced.prefill.calls)) == ([Method.DECODE, Method.PREFILL], 1)
+    assert forwards.num_beats == 4
 
 
 def test_padding_writes_to_no_cell_that_somebody_may_own(traced: Traced) -> None:

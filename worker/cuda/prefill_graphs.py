@@ -11,23 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from planner.request import TokenArray
 from worker.attention import Span
 from worker.cuda.decode_state import StagingRing
+from worker.cuda.fixed_prefill_plan import fixed_plan, fixed_table_size, write_fixed
 from worker.cuda.graphs import Capture, Forward, captures
-from worker.cuda.prefill_plan import LONG_ROWS, SHORT_ROWS, WIDE_ROWS, PrefillPlan, plan_parts
+from worker.cuda.prefill_plan import PrefillPlan
 from worker.kv_pool import KvPool
 
 PREFILL_WIDTHS = (16, 32, 64, 128, 256, 512, 1024)
 # Cells of all chunks of a captured forward together; their list is a megabyte.
 MAX_CELLS = 2**18
-# Every table starts at a multiple of 16 bytes, as `prefill_plan` lays them out, too.
-_ALIGNED = 4
-_NO_CHUNK = -1
 
 
 class Prefill(Protocol):
@@ -56,10 +53,10 @@ class PrefillGraphs:
         widest, device = self._widths[-1], pool.keys.device
         self._tokens = torch.zeros(widest, dtype=torch.int64, device=device)
         self._rows = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._table = torch.zeros(sum(_sizes(widest, shared_heads)), dtype=torch.int32, device=device)
-        self._cells = torch.zeros(MAX_CELLS, dtype=torch.int32, device=device)
+        table_size = fixed_table_size(widest, shared_heads, MAX_CELLS)
+        self._table = torch.zeros(table_size, dtype=torch.int32, device=device)
         self._staged_numbers = StagingRing((widest + max_rows,), torch.int64, device)
-        self._staged_tables = StagingRing((len(self._table) + MAX_CELLS,), torch.int32, device)
+        self._staged_tables = StagingRing((table_size,), torch.int32, device)
         self._width, self._num_rows = widest, 0
         self._forwards: dict[int, Forward] = {}
         self.rebind()
@@ -99,42 +96,13 @@ class PrefillGraphs:
         return self._forwards[self._width]()[: self._num_rows]
 
     def _forward(self, width: int) -> Forward:
-        sizes = _sizes(width, self._shared_heads)
-        chunks, positions, new_cells, *tiles = torch.split(self._table[: sum(sizes)], sizes)
-        wide, long, short = (table.view(-1, 2) for table in tiles)
-        plan = PrefillPlan(
-            width, self._shared_heads, chunks.view(-1, 4), self._cells, positions, new_cells, wide, long, short
-        )
+        plan = fixed_plan(self._table, width, self._shared_heads, MAX_CELLS)
         tokens = self._tokens[:width]
         prefill, rows = self._prefill, self._rows[: min(self._max_rows, width)]
         return lambda: prefill.hidden(tokens, plan, rows)
 
     def _upload_table(self, width: int, spans: Sequence[Span]) -> None:
-        sizes = _sizes(width, self._shared_heads)
-        unused = (0, 0, self._pool.scratch_cell, _NO_CHUNK, _NO_CHUNK, _NO_CHUNK)
         staging, copied = self._staged_tables.take()
-        host, num_cells = staging.numpy(), 0
-        if spans:
-            chunks, cells, *others = plan_parts(spans, self._shared_heads)
-            parts, num_cells = [chunks, *others], len(cells)
-            host[sum(sizes) : sum(sizes) + num_cells] = cells
-        else:
-            parts = [np.empty(0, np.int32)] * len(sizes)
-        begin = 0
-        for part, size, filler in zip(parts, sizes, unused, strict=True):
-            host[begin : begin + part.size] = part.ravel()
-            host[begin + part.size : begin + size] = filler
-            begin += size
-        self._table[:begin].copy_(staging[:begin], non_blocking=True)
-        self._cells[:num_cells].copy_(staging[begin : begin + num_cells], non_blocking=True)
+        used = write_fixed(staging.numpy(), spans, width, self._shared_heads, self._pool.scratch_cell)
+        self._table[:used].copy_(staging[:used], non_blocking=True)
         copied.record()
-
-
-def _sizes(width: int, shared_heads: int) -> list[int]:
-    """Entries of the tables of so many tokens: chunks, positions, new cells, and wide, long and short tiles. Of each
-    kind as many tiles as there may be: a chunk's last one need not be full."""
-    rows, least = width * shared_heads, SHORT_ROWS + 1
-    wide = rows * 3 // (2 * WIDE_ROWS)  # rows / WIDE_ROWS, and one more for each chunk of 2 WIDE_ROWS
-    long = rows * (LONG_ROWS + least) // (LONG_ROWS * least)  # likewise
-    entries = (4 * width, width, width, 2 * wide, 2 * long, 2 * width)
-    return [-(-size // _ALIGNED) * _ALIGNED for size in entries]

@@ -34,21 +34,21 @@ class PrefillPlan:
     """The chunks of one forward, on the device; C chunks, T tokens, all int32.
 
     * `chunks` [C, 4]: first packed row, length, start position, first entry in `cells`.
-    * `cells`: the chunks' cell lists end to end, from position 0 on.
     * `positions` [T] and `new_cells` [T]: of each packed token.
     * `wide_tiles`, `long_tiles`, `short_tiles` [n, 2]: chunk, first row in it. Those that attend most come
       first, so that the last programs to start are short ones.
+    * `cells`: the chunks' cell lists end to end, from position 0 on.
     """
 
     num_tokens: int
     shared_heads: int
     chunks: Tensor
-    cells: Tensor
     positions: Tensor
     new_cells: Tensor
     wide_tiles: Tensor
     long_tiles: Tensor
     short_tiles: Tensor
+    cells: Tensor
 
 
 def plan_prefill(spans: Sequence[Span], shared_heads: int, device: torch.device) -> PrefillPlan:
@@ -77,12 +77,12 @@ def plan_parts(spans: Sequence[Span], shared_heads: int) -> tuple[Int32Array, ..
     is_short, is_wide = rows <= SHORT_ROWS, rows >= 2 * WIDE_ROWS
     return (
         chunks,
-        np.concatenate([span.cells for span in spans]).astype(np.int32),
         np.concatenate([np.arange(s.start, s.start + s.length) for s in spans]).astype(np.int32),
         np.concatenate([span.cells[span.start :] for span in spans]).astype(np.int32),
         _tiles(chunks, is_wide, shared_heads, WIDE_ROWS),
         _tiles(chunks, ~(is_short | is_wide), shared_heads, LONG_ROWS),
         _tiles(chunks, is_short, shared_heads, SHORT_ROWS),
+        np.concatenate([span.cells for span in spans]).astype(np.int32),
     )
 
 
@@ -90,17 +90,17 @@ def unpack_prefill(packed: PackedPlan, shared_heads: int) -> PrefillPlan:
     """The plan, as views of the table. Does not wait for the device."""
     sizes: list[int] = packed.layout.tolist()
     views = [view[:size] for view, size in zip(torch.split(packed.table, _aligned(sizes)), sizes, strict=True)]
-    chunks, cells, positions, new_cells, wide_tiles, long_tiles, short_tiles = views
+    chunks, positions, new_cells, wide_tiles, long_tiles, short_tiles, cells = views
     return PrefillPlan(
         num_tokens=len(positions),
         shared_heads=shared_heads,
         chunks=chunks.view(-1, _CHUNK_ENTRIES),
-        cells=cells,
         positions=positions,
         new_cells=new_cells,
         wide_tiles=wide_tiles.view(-1, _TILE_ENTRIES),
         long_tiles=long_tiles.view(-1, _TILE_ENTRIES),
         short_tiles=short_tiles.view(-1, _TILE_ENTRIES),
+        cells=cells,
     )
 
 

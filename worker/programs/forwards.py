@@ -78,12 +78,12 @@ def padded(rows: Rows, width: int, scratch_cell: int) -> Rows:
     return Rows(np.concatenate((rows.tokens, zeros)), np.concatenate((rows.positions, zeros)), (*rows.spans, *idle))
 
 
-class CapturedMethods(Protocol):
-    """Decodes that were captured, by width; see `worker.programs.captured`."""
+class Captured(Protocol):
+    """Methods that were captured; see `worker.programs.captured`."""
 
-    def takes(self, spans: Sequence[Span]) -> bool: ...
+    def decode(self, rows: Rows, selector: Sequence[int]) -> Tensor | None: ...
 
-    def run(self, rows: Rows, selector: Sequence[int]) -> Tensor: ...
+    def prefill(self, rows: Rows, selector: Sequence[int]) -> Tensor | None: ...
 
 
 class ProgramForwards:
@@ -95,10 +95,10 @@ class ProgramForwards:
         pool: KvPool,
         decodes: Mapping[int, CompiledMethod],
         prefill: CompiledMethod,
-        captured: CapturedMethods | None = None,
+        captured: Captured | None = None,
     ) -> None:
         """`decodes` by width. `pool` has the program's geometry, dtype and device, and any number of cells. `captured`:
-        the same decodes, captured."""
+        the same methods, captured as far as they are."""
         self._metadata = metadata
         self._pool = pool
         self._decodes = decodes
@@ -117,8 +117,9 @@ class ProgramForwards:
         if method is Method.DECODE:
             return _Computed(self._decode(rows, wanted), wanted)
         if num_rows >= self._metadata.min_prefill_tokens:
-            least = self._metadata.min_prefill_tokens
-            return _Computed(self._call(self._prefill, rows, pad_selector(_some(wanted, num_rows), least)), wanted)
+            chosen = pad_selector(_some(wanted, num_rows), self._metadata.min_prefill_tokens)
+            ready = None if self._captured is None else self._captured.prefill(rows, chosen)
+            return _Computed(self._counted(self._prefill, rows, chosen, ready), wanted)
         # Each row sees what the rows before it wrote. What a captured decode gives lasts until the next one.
         computed = [self._decode(_one(rows, row), [0]).clone() for row in range(num_rows)]
         return _Computed(torch.cat(computed), range(num_rows))
@@ -128,13 +129,15 @@ class ProgramForwards:
         num_rows = len(rows.tokens)
         width = decode_width(num_rows, self._widths)
         whole, chosen = padded(rows, width, self._pool.scratch_cell), pad_selector(_some(wanted, num_rows), width)
-        if self._captured is None or not self._captured.takes(whole.spans):
-            return self._call(self._decodes[width], whole, chosen)
+        ready = None if self._captured is None else self._captured.decode(whole, chosen)
+        return self._counted(self._decodes[width], whole, chosen, ready)
+
+    def _counted(self, method: CompiledMethod, rows: Rows, selector: Sequence[int], ready: Tensor | None) -> Tensor:
+        """The logits that are `ready`, or else what the method gives."""
         self._num_calls += 1
-        return self._captured.run(whole, chosen)
+        return self._call(method, rows, selector) if ready is None else ready
 
     def _call(self, method: CompiledMethod, rows: Rows, selector: Sequence[int]) -> Tensor:
-        self._num_calls += 1
         pool, device = self._pool, self._pool.keys.device
         plans = plan_attention(pool, rows.spans, self._metadata.windows, self._metadata.num_heads).values()
         return method(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,14 +22,15 @@ from worker.cell_image import CellLayout
 from worker.config import EngineConfig
 from worker.cuda.memory import cells_that_fit, pinned_swap, trial_chunks
 from worker.cuda.mover import CudaMover
+from worker.cuda.prefill_graphs import PREFILL_WIDTHS
 from worker.executor import ProgramInfo
 from worker.forwards import Forwards
 from worker.kv_pool import KvPool
 from worker.masks import MaskMaker
 from worker.pool_port import PoolPort
 from worker.program import make_pool
-from worker.programs.captured import CapturedDecodes
-from worker.programs.forwards import CompiledMethod, Methods, ProgramForwards, decode_ladder
+from worker.programs.captured import CapturedMethods
+from worker.programs.forwards import Methods, ProgramForwards, decode_ladder
 from worker.programs.metadata import ProgramMetadata
 from worker.sampler import Draw, sample
 from worker.torch_executor import TorchExecutor
@@ -62,7 +63,7 @@ def build_on_gpu(
 
     def make(num_cells: int) -> _Running:
         pool = make_pool(config, replace(info, num_cells=num_cells))
-        captured = _captured(metadata, decodes, pool) if config.cuda_graph else None
+        captured = capture_methods(metadata, Methods(decodes, methods.prefill), pool) if config.cuda_graph else None
         forwards = ProgramForwards(metadata, pool, decodes, methods.prefill, captured)
         warm_up(forwards, info, num_cells)
         return _Running(pool, forwards)
@@ -108,6 +109,17 @@ def chunk_lengths(num_tokens: int, context: int) -> list[int]:
     return small + [context] * whole + ([rest] if rest else [])
 
 
-def _captured(metadata: ProgramMetadata, decodes: Mapping[int, CompiledMethod], pool: KvPool) -> CapturedDecodes:
-    num_plans = len(distinct_windows(metadata.windows))
-    return CapturedDecodes(decodes, pool, vocab_size=metadata.vocab_size, num_plans=num_plans)
+def capture_methods(
+    metadata: ProgramMetadata, methods: Methods, pool: KvPool, widths: Sequence[int] = PREFILL_WIDTHS
+) -> CapturedMethods:
+    """All decodes, and prefills of `widths` as far as the program has them, which give as many rows as decodes do."""
+    m, w = metadata.min_prefill_tokens, metadata.max_prefill_tokens
+    most = max(methods.decodes)
+    return CapturedMethods(
+        methods,
+        pool,
+        prefills={width: max(m, min(most, width)) for width in widths if m <= width <= w},
+        vocab_size=metadata.vocab_size,
+        num_plans=len(distinct_windows(metadata.windows)),
+        shared_heads=metadata.num_heads // metadata.num_kv_heads,
+    )

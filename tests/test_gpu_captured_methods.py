@@ -1,11 +1,11 @@
-"""Captured decodes of a program's methods: one set of buffers for whatever sequences there are, against the oracle.
+"""Captured methods of a program: one set of buffers for whatever sequences there are, against the oracle.
 
-Runs on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1), where a decode runs eagerly in place of a captured one.
+Runs on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1), where a method runs eagerly in place of a captured one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,8 @@ from worker.cuda.packed_attention import update_and_attend_on_gpu
 from worker.forwards import EagerForwards, SelectedLogits, spans_of
 from worker.kv_pool import KvPool
 from worker.packed_plan import PackedPlan
-from worker.programs.captured import CapturedDecodes
-from worker.programs.forwards import CompiledMethod, ProgramForwards
+from worker.programs.captured import CapturedMethods
+from worker.programs.forwards import CompiledMethod, Methods, ProgramForwards, Rows, padded
 from worker.programs.metadata import ProgramMetadata
 from worker.programs.on_gpu import chunk_lengths, warm_up
 
@@ -35,6 +35,8 @@ pytestmark = [
     pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device"),
 ]
 NUM_CELLS, WIDTHS = 160, (1, 2, 4)
+# By number of tokens the number of rows.
+PREFILLS = {8: 2, 16: 4}
 # (first cell, positions before the new token) of a sequence in strided cells.
 SEQUENCES = ((0, 0), (1, 12), (2, 30), (3, 5))
 
@@ -61,7 +63,7 @@ class DecoderMethod:
 
 
 class Rig:
-    """A program whose decodes are captured, and the oracle, each over a pool with the same history."""
+    """A program whose methods are captured, and the oracle, each over a pool with the same history."""
 
     def __init__(self, model: Model, **settings: Any) -> None:
         self.pools = [model.pool(NUM_CELLS) for _ in range(2)]
@@ -71,20 +73,19 @@ class Rig:
             for pool in self.pools:
                 getattr(pool, side).copy_(history)
         method: CompiledMethod = DecoderMethod(model)
-        decodes = dict.fromkeys(WIDTHS, method)
-        num_plans = len(distinct_windows(model.decoder.config.windows))
-        self.captured = CapturedDecodes(
-            decodes, self.pools[0], vocab_size=model.decoder.config.vocab_size, num_plans=num_plans,
+        methods, config = Methods(dict.fromkeys(WIDTHS, method), method), model.decoder.config
+        self.captured = CapturedMethods(
+            methods, self.pools[0], prefills=PREFILLS, vocab_size=config.vocab_size,
+            num_plans=len(distinct_windows(config.windows)), shared_heads=config.num_heads // config.num_kv_heads,
             capture=(lambda forward: forward) if INTERPRETED else None, **settings,
         )  # fmt: skip
-        self.program = ProgramForwards(metadata_of(model), self.pools[0], decodes, method, self.captured)
+        self.program = ProgramForwards(metadata_of(model), self.pools[0], methods.decodes, method, self.captured)
         self.oracle = EagerForwards(model.decoder, self.pools[1], oracle_attention)
 
-    def compare(self, chosen: Sequence[int], wanted: Sequence[int]) -> None:
-        batch = decode_of(chosen)
+    def compare(self, batch: Batch, method: Method, wanted: Sequence[int]) -> None:
         with torch.inference_mode():
-            ours = self.program.run(batch, Method.DECODE, wanted).rows(wanted)
-            theirs = self.oracle.run(batch, Method.DECODE, wanted).rows(wanted)
+            ours = self.program.run(batch, method, wanted).rows(wanted)
+            theirs = self.oracle.run(batch, method, wanted).rows(wanted)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         for side in ("keys", "values"):  # all cells but the scratch cell
             sides = [getattr(pool, side)[:, :NUM_CELLS] for pool in self.pools]
@@ -95,22 +96,28 @@ def oracle_attention(pool: KvPool, spans: Any, windows: Any, num_heads: int) -> 
     return TorchAttention(pool, spans, windows)
 
 
-def decode_of(chosen: Sequence[int]) -> Batch:
+def batch_of(chosen: Mapping[int, int], method: Method) -> Batch:
+    """So many tokens of each chosen sequence."""
     chunks = []
-    for number in chosen:
+    for number, length in chosen.items():
         first, start = SEQUENCES[number]
-        cells = range(first, NUM_CELLS, len(SEQUENCES))[: start + 1]
-        chunks.append(chunk([11 + number], list(cells), start=start, sequence_id=number))
-    batch = cut(chunks, Slice(0, len(chunks), Method.DECODE), wanted=lambda index: True)
+        cells = range(first, NUM_CELLS, len(SEQUENCES))[: start + length]
+        tokens = [11 + number + 5 * place for place in range(length)]
+        chunks.append(chunk(tokens, list(cells), start=start, sequence_id=number))
+    batch = cut(chunks, Slice(0, sum(chosen.values()), method), wanted=lambda index: True)
     assert batch is not None
     return batch
+
+
+def decode_of(*chosen: int) -> Batch:
+    return batch_of(dict.fromkeys(chosen, 1), Method.DECODE)
 
 
 def metadata_of(model: Model) -> ProgramMetadata:
     config = model.decoder.config
     return ProgramMetadata(
         format=1, name="tiny", architecture=config.architecture, vocab_size=config.vocab_size, context=config.context,
-        max_prefill_tokens=8, min_prefill_tokens=2, widths=WIDTHS, cells=None, num_layers=config.num_layers,
+        max_prefill_tokens=16, min_prefill_tokens=2, widths=WIDTHS, cells=None, num_layers=config.num_layers,
         num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, windows=config.windows,
         dtype="float32", quantization="none", device="cuda", platform=(), torch="0", source_sha256="", weight_bytes=0,
         weights={},
@@ -122,25 +129,46 @@ def model() -> Model:
     return tiny_model("mistral")  # a window in one layer, none in the other
 
 
-def test_captured_decodes_give_what_the_oracle_gives_whatever_ran_before(model: Model) -> None:
+def test_captured_methods_give_what_the_oracle_gives_whatever_ran_before(model: Model) -> None:
     rig = Rig(model)
-    for chosen, wanted in (((0, 1, 2), (0, 1, 2)), ((2,), (0,)), ((3, 2), (1,)), ((1, 3, 0, 2), (0, 3)), ((0,), ())):
-        rig.compare(chosen, wanted)
+    decodes = (((0, 1, 2), (0, 1, 2)), ((2,), (0,)), ((3, 2), (1,)), ((1, 3, 0, 2), (0, 3)))
+    prefills = (({0: 5, 1: 1}, (4, 5)), ({2: 3}, (0, 2)), ({1: 1, 3: 9, 0: 2}, (9, 11)), ({0: 16}, (15,)))
+    for (chosen, wanted), (lengths, of_prefill) in zip(decodes, prefills, strict=True):
+        rig.compare(decode_of(*chosen), Method.DECODE, wanted)
+        rig.compare(batch_of(lengths, Method.PREFILL), Method.PREFILL, of_prefill)
 
 
 def test_a_list_of_cells_that_is_just_full_is_taken_and_a_longer_one_is_not(model: Model) -> None:
-    rig = Rig(model, max_cells=44)
-    exact, longer = decode_of((1, 2)), decode_of((0, 1, 2))
-    assert [rig.captured.takes(spans_of(batch)) for batch in (exact, longer)] == [True, False]
-    rig.compare((1, 2), (0, 1))
+    captured = Rig(model, max_cells=44).captured
+    with torch.inference_mode():
+        exact, longer = rows_of(decode_of(1, 2)), rows_of(decode_of(0, 1, 2))
+        assert captured.decode(exact, [0, 1]) is not None
+        assert captured.decode(padded(longer, 4, NUM_CELLS), [0, 1, 2, 2]) is None
+        assert captured.prefill(exact, [0, 1]) is not None
+        assert captured.prefill(longer, [0, 1]) is None
+
+
+def test_a_prefill_that_is_too_wide_or_gives_too_many_rows_is_not_captured(model: Model) -> None:
+    captured = Rig(model).captured
+    with torch.inference_mode():
+        widest = rows_of(batch_of({0: 16}, Method.PREFILL))
+        assert captured.prefill(widest, [15, 15]) is not None
+        assert captured.prefill(widest, list(range(12, 16))) is not None
+        assert captured.prefill(widest, list(range(11, 16))) is None
+        assert captured.prefill(rows_of(batch_of({0: 17}, Method.PREFILL)), [16, 16]) is None
+        # Three rows are more than the narrower one gives.
+        assert captured.prefill(rows_of(batch_of({0: 3}, Method.PREFILL)), [0, 1, 2]) is not None
+
+
+def rows_of(batch: Batch) -> Rows:
+    return Rows(batch.tokens, batch.positions, tuple(spans_of(batch)))
 
 
 def test_logits_of_a_token_at_another_position_are_found_out(model: Model) -> None:
     rig = Rig(model)
-    ours, others = decode_of((2,)), decode_of((1,))
     with torch.inference_mode():
-        first = rig.program.run(ours, Method.DECODE, [0]).rows([0]).clone()
-        second = rig.program.run(others, Method.DECODE, [0]).rows([0])
+        first = rig.program.run(decode_of(2), Method.DECODE, [0]).rows([0]).clone()
+        second = rig.program.run(decode_of(1), Method.DECODE, [0]).rows([0])
     assert not np.allclose(first.cpu(), second.cpu(), atol=1e-2)
 
 
