@@ -129,8 +129,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
         folder = tmp_path_factory.mktemp("program")
         save_tiny_model("qwen2_windows", folder, sizes=SIZES)
         command = [sys.executable, "-c", EXPORT, json.dumps(settings_of(kind, folder)), str(folder / "tiny.pt2")]
-        log = (folder / "log").open("w")
-        started[name] = (folder, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True))
+        with (folder / "log").open("w") as log:
+            started[name] = (folder, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True))
     yield started
     for _, process in started.values():
         process.kill()
@@ -309,7 +309,7 @@ def compare(found: Tensor, expected: Tensor, kind: Kind, what: str) -> None:
 def check_answers(subject: Subject, asked: Sequence[Request], answers: Sequence[list[list[int]]]) -> None:
     """Each token is one that the eager model, given all before it, scores within the gap of its best."""
     eager = EagerForwards(subject.eager.decoder, subject.pool())
-    for one, ((*answer,),) in zip(asked, answers, strict=True):
+    for one, (answer,) in zip(asked, answers, strict=True):
         whole = [*one.prompt.tolist(), *answer]
         batch = chunks_batch([chunk(whole[:-1], range(len(whole) - 1))], Method.PREFILL)
         rows = list(range(len(one.prompt) - 1, len(whole) - 1))
