@@ -10,12 +10,14 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import grpc
 import pytest
 
 from cluster.answers.beam import Beam, BeamSearch
 from planner.errors import ForwardFailed
 from planner.request import Adapter, FinishReason, Request, TokenLogprobs, Update
 from tests.grammar_rig import TEXT
+from tests.grpc_desk import failure, grpc_desk, text_of
 from tests.http_desk import MODEL, VOCAB, desk, refusal
 from tests.tiny_text import EOS
 
@@ -114,6 +116,22 @@ async def test_a_beam_that_fails_ends_the_search() -> None:
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "it broke"
     assert len(fleet.requests) == 4
+
+
+async def test_over_grpc_a_search_finds_the_same_and_tells_it_at_once() -> None:
+    asked: dict[str, Any] = {"max_tokens": 6, "n": 2, "best_of": 3, "use_beam_search": True, "length_penalty": 0.5}
+    async with grpc_desk(fleet=LikelyFleet()) as client, desk(fleet=LikelyFleet()) as http:
+        (message,) = await client.generate(**asked)
+        answer = (await http.post("/v1/completions", prompt="hello", **asked)).json()
+        assert [text_of([message], index) for index in range(2)] == [choice["text"] for choice in answer["choices"]]
+        assert message.usage.completion_tokens == answer["usage"]["completion_tokens"]
+        assert not any(choice.logprobs for choice in message.choices)
+
+
+async def test_over_grpc_a_search_that_fails_says_so() -> None:
+    async with grpc_desk(fleet=LikelyFleet(fails_at=4)) as client:
+        error = await failure(client, max_tokens=6, n=3, use_beam_search=True)
+        assert error.code() is grpc.StatusCode.INTERNAL
 
 
 @pytest.mark.parametrize(

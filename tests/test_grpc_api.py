@@ -68,6 +68,9 @@ async def test_usage_comes_once_with_the_last_message_and_once_with_the_end_of_e
             {"prompt": "hello world", "truncate_prompt_tokens": 2},
             {"prompt": "hello world", "truncate_prompt_tokens": 2},
         ),
+        ({"prompt": "hello", "echo": True, "stop": ["there"]}, {"prompt": "hello", "echo": True, "stop": ["there"]}),
+        ({"ids": [5, 6, 7], "echo": True, "n": 2}, {"prompt": [5, 6, 7], "echo": True, "n": 2}),
+        ({"prompt": "hello", "n": 1, "best_of": 3}, {"prompt": "hello", "n": 1, "best_of": 3}),
     ],
 )
 async def test_grpc_and_http_ask_workers_the_same_and_say_the_same(fields: Any, body: Any) -> None:
@@ -87,6 +90,67 @@ async def test_grpc_and_http_ask_workers_the_same_and_say_the_same(fields: Any, 
         usage = messages[-1].usage
         told = answer["usage"]
         assert (usage.prompt_tokens, usage.completion_tokens) == (told["prompt_tokens"], told["completion_tokens"])
+
+
+async def test_a_prompt_is_echoed_alone_and_with_its_log_probabilities() -> None:
+    async with grpc_desk() as client, desk() as http:
+        asked = {"prompt": "hello world", "echo": True}
+        (alone,) = await client.generate(**asked, max_tokens=0)
+        assert text_of([alone]) == "hello world"
+        assert endings([alone]) == {0: ["FINISH_REASON_LENGTH"]}
+        assert (alone.usage.prompt_tokens, alone.usage.completion_tokens) == (len(TEXT.encode("hello world")), 0)
+        assert client.fleet.requests == []
+        messages = await client.generate(**asked, max_tokens=2, logprobs=1)
+        answer = (await http.post("/v1/completions", **asked, max_tokens=2, logprobs=1)).json()["choices"][0]
+        assert text_of(messages) == answer["text"]
+        assert ids_of(messages) == TEXT.encode("hi there")[:2], "the prompt's are not among them"
+        scores = [score for message in messages for choice in message.choices for score in choice.logprobs]
+        told = [score.chosen.logprob if score.chosen.HasField("logprob") else None for score in scores]
+        assert told == answer["logprobs"]["token_logprobs"]
+        assert [score.text_offset for score in scores] == answer["logprobs"]["text_offset"]
+
+
+async def test_log_probabilities_of_a_prompt_come_with_the_last_message() -> None:
+    async with grpc_desk() as client, desk() as http:
+        for fields, path, body in (
+            ({"prompt": "hello world"}, "/v1/completions", {"prompt": "hello world"}),
+            (
+                {"messages": [("user", "hello")]},
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "hello"}]},
+            ),
+        ):
+            messages = await client.generate(**fields, max_tokens=2, prompt_logprobs=1)
+            answer = (await http.post(path, **body, max_tokens=2, prompt_logprobs=1)).json()
+            theirs = answer["choices"][0].get("prompt_logprobs") or answer["prompt_logprobs"]
+            assert not any(message.prompt_logprobs for message in messages[:-1])
+            assert not any(choice.logprobs for message in messages for choice in message.choices)
+            ours = messages[-1].prompt_logprobs
+            assert len(ours) == len(theirs) > 1
+            assert not ours[0].chosen.HasField("logprob")
+            for mine, other in zip(ours[1:], theirs[1:], strict=True):
+                assert mine.chosen.logprob == other[str(mine.chosen.token_id)]["logprob"]
+                assert len(mine.top) == 1
+
+
+async def test_the_best_choices_come_once_all_have_ended_with_their_scores_only_where_asked_for() -> None:
+    script = says("hi", "hi there", "there")
+    async with grpc_desk(script) as client:
+        (message,) = await client.generate(n=2, best_of=3, max_tokens=20)
+        assert [choice.index for choice in message.choices if choice.finish_reason] == [0, 1]
+        assert not any(choice.logprobs for choice in message.choices)
+        (message,) = await client.generate(n=1, best_of=3, max_tokens=20, logprobs=0)
+        assert all(choice.logprobs for choice in message.choices if choice.text)
+        refused = await failure(client, n=3, best_of=2)
+        assert (refused.code(), trailer(refused, "error-param")) == (grpc.StatusCode.INVALID_ARGUMENT, "best_of")
+
+
+@pytest.mark.parametrize("field", ["echo", "best_of", "use_beam_search", "length_penalty"])
+async def test_what_a_conversation_cannot_have_is_refused_by_name(field: str) -> None:
+    async with grpc_desk() as client:
+        refused = await failure(client, messages=[("user", "hello")], **{field: 2 if field != "echo" else True})
+        assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert trailer(refused, "error-param") == field
 
 
 async def test_a_conversation_is_answered_as_over_http() -> None:

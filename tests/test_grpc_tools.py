@@ -52,6 +52,19 @@ async def test_calls_come_as_they_are_written_and_the_text_is_without_them() -> 
         assert endings(messages) == {0: ["FINISH_REASON_TOOL_CALLS"]}
 
 
+async def test_a_conversation_that_is_only_tokenized_shows_its_tools() -> None:
+    asked = pb.Conversation(messages=[pb.Message(role="user", content="hello")])
+    async with serving("hi") as client:
+        await client.generate(messages=QUESTION, tools=[tool()], max_tokens=5)
+        told = await client.inference.Tokenize(pb.TokenizeRequest(conversation=asked, tools=[tool()]))
+        assert list(told.token_ids) == client.fleet.requests[0].prompt.tolist()
+        bare = await client.inference.Tokenize(pb.TokenizeRequest(conversation=asked))
+        assert len(bare.token_ids) < len(told.token_ids)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.inference.Tokenize(pb.TokenizeRequest(text="hello", tools=[tool()]))
+        assert trailer(caught.value, "error-param") == "tools"
+
+
 async def test_a_call_that_is_cut_off_ends_with_length() -> None:
     async with serving(call()) as client:
         messages = await client.generate(messages=QUESTION, tools=[tool()], max_tokens=len(TEXT.encode(call())) - 14)

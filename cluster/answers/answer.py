@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from cluster.answers.choice import Choice, Echo, Ending, Piece, ScoredToken, TextRules
 from cluster.answers.requests import ChoicePlan
@@ -90,6 +91,18 @@ class Answer:
                 mine = self.ranked(mine)[: part.plan.num_told]
             told += mine
         return [[replace(piece, index=index) for piece in pieces] for index, pieces in enumerate(told)]
+
+    @property
+    def tells_best(self) -> bool:
+        """Whether only the end shows which choices are told."""
+        return any(part.plan.num_told < part.plan.n for part in self._parts)
+
+    def pieces_of_best(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Of all pieces of the answer those of the choices that are told, one choice behind the other."""
+        choices: list[list[Piece]] = [[] for _ in range(self.num_choices)]
+        for piece in pieces:
+            choices[piece.index].append(piece)
+        return list(chain.from_iterable(self.best(choices)))
 
     def ranked(self, choices: list[Sequence[Piece]]) -> list[Sequence[Piece]]:
         """One prompt's choices, the best first."""

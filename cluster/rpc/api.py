@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from typing import Final
 
 from cluster.answers.answer import Answer
@@ -56,17 +56,27 @@ class GrpcApi:
                     answer, voice = await _answer(maker, body, caller)
             try:
                 with answer.meter:
-                    pieces = answer.start()
-                    while not answer.finished:
-                        pieces += await self._news(answer, caller.terms)
-                        message = voice.message(pieces, answer.counts(), last=answer.finished)
-                        pieces = []
-                        if message is not None:
+                    async with aclosing(self._messages(answer, voice, caller.terms)) as messages:
+                        async for message in messages:
                             yield message
             finally:
                 await answer.close()
         if status.failed:
             yield pb.GenerateResponse()
+
+    async def _messages(
+        self, answer: Answer, voice: GrpcVoice, agreed: Terms
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """All that the answer says: as it comes, or at its end where only then it is known what is told."""
+        pieces = answer.start()
+        while not answer.finished:
+            pieces += await self._news(answer, agreed)
+            if not answer.finished and not answer.tells_best:
+                if (message := voice.message(pieces, answer.counts())) is not None:
+                    yield message
+                pieces = []
+        told = answer.pieces_of_best(pieces) if answer.tells_best else pieces
+        yield voice.last_message(told, answer.counts(), answer.prompt_of(0).scores)
 
     async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
         async def work(_caller: Caller) -> pb.TokenizeResponse:
@@ -111,12 +121,12 @@ class GrpcApi:
 
 
 async def _answer(maker: AnswerMaker, body: CompletionBody | ChatBody, caller: Caller) -> tuple[Answer, GrpcVoice]:
-    tokens = maker.service.text.tokens
+    tokens, num_top = maker.service.text.tokens, body.prompt_logprobs
     if isinstance(body, ChatBody):
         answer, _, new_reader = await maker.chat(body, caller.terms)
-        return answer, GrpcVoice(tokens, new_reader)
+        return answer, GrpcVoice(tokens, scored=body.logprobs, num_prompt_top=num_top, new_reader=new_reader)
     if body.session_id is None:
         answer, _ = await maker.completion(body, caller.terms)
     else:
         answer, _ = await maker.extension(body, body.session_id, caller.account, caller.terms)
-    return answer, GrpcVoice(tokens)
+    return answer, GrpcVoice(tokens, scored=body.logprobs is not None, num_prompt_top=num_top)

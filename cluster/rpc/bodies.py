@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from google.protobuf.message import Message
 
-from cluster.rpc.conversation import conversation_fields, json_value, refuse_unknown, tool_fields
+from cluster.rpc.conversation import conversation_fields, json_value, offered_tools, refuse_unknown, tool_fields
 from cluster.web.bodies import validate
 from planner.errors import InvalidRequest
 from protos import inference_pb2 as pb
@@ -49,7 +49,7 @@ def generation_body(request: pb.GenerateRequest) -> CompletionBody | ChatBody:
 
 def tokenize_body(request: pb.TokenizeRequest) -> TokenizeTextBody | TokenizeChatBody:
     """Raises `InvalidRequest`."""
-    body = _shared(request)
+    body = _shared(request) | offered_tools(request.tools)
     if request.WhichOneof("input") == "conversation":
         return validate(TokenizeChatBody, body | conversation_fields(request.conversation))
     return validate(TokenizeTextBody, body | ({"prompt": request.text} if request.HasField("text") else {}))

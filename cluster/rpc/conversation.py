@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -28,9 +29,7 @@ def conversation_fields(conversation: pb.Conversation) -> dict[str, Any]:
 
 def tool_fields(request: pb.GenerateRequest) -> dict[str, Any]:
     """Raises `InvalidRequest`."""
-    body: dict[str, Any] = {}
-    if request.tools:
-        body["tools"] = [_tool(tool, f"tools[{place}].parameters") for place, tool in enumerate(request.tools)]
+    body = offered_tools(request.tools)
     if request.HasField("tool_choice"):
         refuse_unknown(request.tool_choice)
         match request.tool_choice.WhichOneof("choice"):
@@ -41,6 +40,12 @@ def tool_fields(request: pb.GenerateRequest) -> dict[str, Any]:
             case _:
                 raise InvalidRequest("tool_choice names no mode that is known, and no function", param="tool_choice")
     return body
+
+
+def offered_tools(tools: Sequence[pb.Tool]) -> dict[str, Any]:
+    """Raises `InvalidRequest`."""
+    told = [_tool(tool, f"tools[{place}].parameters") for place, tool in enumerate(tools)]
+    return {"tools": told} if told else {}
 
 
 def json_object(text: str, param: str) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from cluster.answers.answer import TokenCounts
-from cluster.answers.choice import Ending, Piece, ScoredToken
+from cluster.answers.choice import Ending, Piece
 from cluster.language.detokeniser import TokenBytes
 from cluster.language.message_parts import CallNews, Content, Reasoning, call_news, text_of
 from cluster.language.message_reader import MessageReader, NewReader
 from cluster.web.prompt_voice import finite
+from planner.request import TokenLogprobs
 from protos import inference_pb2 as pb
 
 _REASONS: Final = {Ending.STOP: pb.FINISH_REASON_STOP, Ending.LENGTH: pb.FINISH_REASON_LENGTH}
@@ -20,25 +21,45 @@ _REASONS: Final = {Ending.STOP: pb.FINISH_REASON_STOP, Ending.LENGTH: pb.FINISH_
 class GrpcVoice:
     """Turns what an answer says into messages. Owner: one answer.
 
-    `new_reader` makes what finds thoughts and calls of tools in a choice's text; None: all of it is text."""
+    `scored`: log probabilities are told, with so many alternatives as they have. `num_prompt_top`: so many alternatives
+    of each token of the prompt; None: nothing of it. `new_reader` makes what finds thoughts and calls of tools in a
+    choice's text; None: all of it is text."""
 
-    def __init__(self, tokens: TokenBytes, new_reader: NewReader | None = None) -> None:
+    def __init__(
+        self,
+        tokens: TokenBytes,
+        *,
+        scored: bool,
+        num_prompt_top: int | None = None,
+        new_reader: NewReader | None = None,
+    ) -> None:
         self._tokens = tokens
+        self._scored = scored
+        self._num_prompt_top = num_prompt_top
         self._num_tokens: Counter[int] = Counter()
         self._new_reader = new_reader
         self._readers: dict[int, MessageReader] = {}
 
-    def message(self, pieces: Sequence[Piece], counts: TokenCounts, *, last: bool) -> pb.GenerateResponse | None:
-        """News of all choices in one message; None when there are none. `last`: nothing comes after it."""
+    def message(self, pieces: Sequence[Piece], counts: TokenCounts) -> pb.GenerateResponse | None:
+        """News of all choices in one message; None when there are none."""
         choices = [self._choice(piece, counts) for piece in pieces if not _is_silent(piece)]
-        if not choices and not last:
-            return None
-        return pb.GenerateResponse(choices=choices, usage=_usage(counts, counts.completion) if last else None)
+        return pb.GenerateResponse(choices=choices) if choices else None
+
+    def last_message(
+        self, pieces: Sequence[Piece], counts: TokenCounts, prompt: Sequence[TokenLogprobs]
+    ) -> pb.GenerateResponse:
+        """What is told at the end; `prompt` are the log probabilities of its tokens, as far as there are any."""
+        message = self.message(pieces, counts) or pb.GenerateResponse()
+        message.usage.CopyFrom(_usage(counts, counts.completion))
+        if self._num_prompt_top is not None:
+            message.prompt_logprobs.extend(self._logprobs(told, num_top=self._num_prompt_top) for told in prompt)
+        return message
 
     def _choice(self, piece: Piece, counts: TokenCounts) -> pb.Choice:
         self._num_tokens[piece.index] += len(piece.tokens)
         choice = pb.Choice(index=piece.index, token_ids=piece.tokens)
-        choice.logprobs.extend(self._logprobs(score) for score in piece.scores)
+        if self._scored:
+            choice.logprobs.extend(self._logprobs(score.logprobs, offset=score.offset) for score in piece.scores)
         if piece.ending is not None:
             choice.finish_reason = _REASONS[piece.ending]
             choice.usage.CopyFrom(_usage(counts, self._num_tokens[piece.index]))
@@ -57,16 +78,16 @@ class GrpcVoice:
         if piece.ending is Ending.STOP and reader.num_calls:
             choice.finish_reason = pb.FINISH_REASON_TOOL_CALLS
 
-    def _logprobs(self, score: ScoredToken) -> pb.TokenLogprobs:
-        told = score.logprobs
+    def _logprobs(self, told: TokenLogprobs, *, offset: int = 0, num_top: int | None = None) -> pb.TokenLogprobs:
         return pb.TokenLogprobs(
-            chosen=self._logprob(told.token, 0.0 if told.logprob is None else told.logprob),
-            top=[self._logprob(token, logprob) for token, logprob in told.top],
-            text_offset=score.offset,
+            chosen=self._logprob(told.token, told.logprob),
+            top=[self._logprob(token, logprob) for token, logprob in told.top[:num_top]],
+            text_offset=offset,
         )
 
-    def _logprob(self, token: int, logprob: float) -> pb.TokenLogprob:
-        return pb.TokenLogprob(token_id=token, logprob=finite(logprob), text=self._tokens.of(token))
+    def _logprob(self, token: int, logprob: float | None) -> pb.TokenLogprob:
+        known = None if logprob is None else finite(logprob)
+        return pb.TokenLogprob(token_id=token, logprob=known, text=self._tokens.of(token))
 
 
 def _call_delta(news: CallNews) -> pb.ToolCallDelta:
