@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from worker.cuda.decode_shape import DecodeShape
+from worker.cuda.packed import values_of
 from worker.models.weights import DecoderWeights, LayerWeights
 
 
@@ -110,7 +111,8 @@ def in_float32(weights: DecoderWeights) -> DecoderWeights:
 
     def layer(w: LayerWeights) -> LayerWeights:
         made: dict[str, Any] = {
-            name: None if getattr(w, name) is None else getattr(w, name).float() for name in LayerWeights.__slots__
+            name: None if getattr(w, name) is None else values_of(getattr(w, name)).float()
+            for name in LayerWeights.__slots__
         }
         return LayerWeights(**made)
 

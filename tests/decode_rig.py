@@ -16,6 +16,7 @@ from worker.cuda.decode_chain import DecodeChain
 from worker.cuda.decode_plan import DecodePlan
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.decode_state import DecodeState, SlotEntry
+from worker.cuda.packed import pack_weights
 from worker.kv_pool import KvPool
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -38,7 +39,8 @@ class Rig:
         self.shape, self.width, self.plan, self.device = shape, width, plan, device
         self._random = random.Random(seed)
         generator = torch.Generator(device=device).manual_seed(seed)
-        self.weights = random_weights(shape, device, seed)
+        plain = random_weights(shape, device, seed)
+        self.weights = plain if shape.bits is None else pack_weights(plain, "int8" if shape.bits == 8 else "int4")
         self.exact = in_float32(self.weights)
         self.rotary = rotary_tables(shape, device)
         num_cells = sum(lengths) + 16 * len(lengths) + 8

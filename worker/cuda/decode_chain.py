@@ -17,12 +17,14 @@ from worker.cuda.cell_scales import row_constants
 from worker.cuda.decode_attention import LOG2_E, attention_kernel
 from worker.cuda.decode_buffers import ARG_MAX_BLOCK, DecodeBuffers, head_programs, next_power_of_2
 from worker.cuda.decode_parts import reduce_kernel
-from worker.cuda.decode_plan import Chain, DecodePlan, GemvTile, LinearTile, Reduce
+from worker.cuda.decode_plan import Chain, DecodePlan, GemvTile, GemvTiles, LinearTile, Reduce
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.decode_state import DecodeState
 from worker.cuda.gemv import head_gemv_kernel, normed_gate_up_gemv_kernel, normed_gemv_kernel, residual_gemv_kernel
 from worker.cuda.linear import gate_up_kernel, head_kernel, split_linear_kernel
 from worker.cuda.norm import add_norm_kernel, advance_kernel, arg_max_kernel, embed_kernel, pick_kernel, silu_kernel
+from worker.cuda.packed import PackedMatrix, packed_matrices, values_of
+from worker.cuda.packed_products import gate_up_gemv, gate_up_product, normed_gemv, residual_gemv, split_product
 from worker.models.decoder import Beside
 from worker.models.lora import Site
 from worker.models.weights import DecoderWeights, LayerWeights
@@ -127,6 +129,8 @@ class DecodeChain:
         """Returns how many partial sums of squares the layer left for the next linear."""
         s, b, tiles = self._shape, self._buffers, plan.gemv
         assert tiles is not None
+        if isinstance(layer.qkv, PackedMatrix):
+            return self._packed_gemv_layer(index, layer, next_norm, num_sums, plan, tiles)
 
         def residual(x: torch.Tensor, w: torch.Tensor, norm: torch.Tensor, k: int, tile: GemvTile) -> int:
             programs = s.hidden // tile.columns
@@ -150,6 +154,28 @@ class DecodeChain:
         )  # fmt: skip
         return residual(b.active, layer.down, next_norm, s.ffn, tiles.down)
 
+    def _packed_gemv_layer(
+        self,
+        index: int,
+        layer: LayerWeights,
+        next_norm: torch.Tensor,
+        num_sums: int,
+        plan: DecodePlan,
+        tiles: GemvTiles,
+    ) -> int:
+        s, b = self._shape, self._buffers
+        qkv, output, gate_up, down = packed_matrices(layer)
+
+        def residual(x: torch.Tensor, matrix: PackedMatrix, norm: torch.Tensor, tile: GemvTile) -> int:
+            return residual_gemv(x, matrix, b.residual, norm, b.normed, b.sums, tile, _launch(plan, tile.warps))
+
+        normed_gemv(b.normed, b.sums, num_sums, s.norm_eps, qkv, b.partials, tiles.qkv, _launch(plan, tiles.qkv.warps))
+        self._attend(index, layer, b.partials, 1, 1, plan)
+        num_sums = residual(b.attended, output, layer.mlp_norm, tiles.o)
+        launch = _launch(plan, tiles.gate_up.warps)
+        gate_up_gemv(b.normed, b.sums, num_sums, s.norm_eps, gate_up, b.active, tiles.gate_up, launch)
+        return residual(b.active, down, next_norm, tiles.down)
+
     def _split_layer(
         self,
         index: int,
@@ -163,10 +189,13 @@ class DecodeChain:
         assert tiles is not None
 
         def split(site: Site, x: torch.Tensor, w: torch.Tensor, n: int, k: int, tile: LinearTile) -> None:
+            launch = _launch(plan, tile.warps, tile.stages)
+            if isinstance(w, PackedMatrix):
+                split_product(x, w, b.partials, width, b.padded_rows * n, tile, launch)
+                return
             split_linear_kernel[(n // tile.columns, tile.splits, _tiles(width, tile.rows))](
                 x, w, b.partials, width, b.padded_rows * n, N=n, K=k, SPLITS=tile.splits, ROWS=tile.rows,
-                COLUMNS=tile.columns, DEPTH=tile.depth, SWAP=tile.swap, EARLY=tile.early,
-                **_launch(plan, tile.warps, tile.stages),
+                COLUMNS=tile.columns, DEPTH=tile.depth, SWAP=tile.swap, EARLY=tile.early, **launch,
             )  # fmt: skip
             if beside is not None:  # a term of the sum
                 beside.add(index, site, x[:width], b.partials[: width * n].view(width, n))
@@ -179,6 +208,9 @@ class DecodeChain:
         if plan.whole_gate_up:
             split(Site.GATE_UP, b.normed, layer.gate_up, 2 * s.ffn, s.hidden, tile)
             self._silu(b.partials, None, width, plan)
+        elif isinstance(layer.gate_up, PackedMatrix):
+            launch = _launch(plan, tile.warps, tile.stages)
+            gate_up_product(b.normed, layer.gate_up, b.active, width, tile, launch)
         else:
             gate_up_kernel[(s.ffn // tile.columns, _tiles(width, tile.rows))](
                 b.normed, layer.gate_up, b.active, width, N=s.ffn, K=s.hidden, ROWS=tile.rows, COLUMNS=tile.columns,
@@ -202,16 +234,16 @@ class DecodeChain:
             if beside is not None:
                 beside.add(index, site, x[:width], product[:width])
 
-        torch.mm(b.normed[:width], layer.qkv.t(), out=b.qkv[:width])
+        torch.mm(b.normed[:width], values_of(layer.qkv).t(), out=b.qkv[:width])
         add(Site.QKV, b.normed, b.qkv)
         self._attend(index, layer, b.qkv, 1, width, plan)
-        torch.mm(b.attended[:width], layer.output.t(), out=b.projected[:width])
+        torch.mm(b.attended[:width], values_of(layer.output).t(), out=b.projected[:width])
         add(Site.OUTPUT, b.attended, b.projected)
         self._add_norm(b.projected, 1, layer.output_bias, layer.mlp_norm, width, plan)
-        torch.mm(b.normed[:width], layer.gate_up.t(), out=b.gate_up[:width])
+        torch.mm(b.normed[:width], values_of(layer.gate_up).t(), out=b.gate_up[:width])
         add(Site.GATE_UP, b.normed, b.gate_up)
         self._silu(b.gate_up, layer.gate_up_bias, width, plan)
-        torch.mm(b.active[:width], layer.down.t(), out=b.projected[:width])
+        torch.mm(b.active[:width], values_of(layer.down).t(), out=b.projected[:width])
         add(Site.DOWN, b.active, b.projected)
         self._add_norm(b.projected, 1, layer.down_bias, next_norm, width, plan)
 

@@ -141,9 +141,10 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     # The fast kernels index a weight with 32 bits.
     if not hopper or shape.dtype is not torch.bfloat16 or shape.mlp_bias or largest >= 2**31:
         return DecodePlan(width, Chain.LIBRARY, attention)
-    if width == 1 and not shape.output_bias and (gemv := _gemv(shape, small)) is not None:
+    gemvs, linears, widest = (_gemv, _linear, 256 if small else 64) if shape.bits is None else (*_PACKED, 64)
+    if width == 1 and not shape.output_bias and (gemv := gemvs(shape, small)) is not None:
         return DecodePlan(width, Chain.GEMV, attention, gemv=gemv, dependent_launch=True)
-    if width <= (256 if small else 64) and (linear := _linear(shape, width, small)) is not None:
+    if width <= widest and (linear := linears(shape, width, small)) is not None:
         return DecodePlan(width, Chain.SPLIT_K, attention, linear=linear, dependent_launch=True)
     return DecodePlan(width, Chain.LIBRARY, attention)
 
@@ -238,3 +239,49 @@ def _linear(shape: DecodeShape, width: int, small: bool) -> LinearTiles | None:
     if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
     return LinearTiles(replace(qkv, early=rows == 16), o, gate_up, down, head)
+
+
+def _packed_gemv(shape: DecodeShape, small: bool) -> GemvTiles | None:
+    """Tiles of packed matrices: as many warps as K can be cut for, of whose threads each loads 16 bytes."""
+
+    def tile(n: int, k: int, columns: int) -> GemvTile | None:
+        assert shape.bits is not None
+        a_warp = 32 * 128 // shape.bits
+        warps = next((warps for warps in (4, 2, 1) if k % (warps * a_warp) == 0), None)
+        return None if warps is None or n % columns else GemvTile(columns, warps * a_warp, warps)
+
+    plain = _gemv(shape, small)
+    qkv = tile(shape.qkv_columns, shape.hidden, 8)
+    o = tile(shape.hidden, shape.query_columns, 8)
+    gate_up = tile(shape.ffn, shape.hidden, 4)
+    down = tile(shape.hidden, shape.ffn, 8)
+    if plain is None or qkv is None or o is None or gate_up is None or down is None:
+        return None
+    return GemvTiles(qkv, o, gate_up, down, plain.head)
+
+
+def _packed_linear(shape: DecodeShape, width: int, small: bool) -> LinearTiles | None:
+    """The plain ones, with weights as the tensor cores' 64-row operand and K in steps that words can be cut into."""
+    plain = _linear(shape, width, small)
+    if plain is None or any(k % _PACKED_DEPTH for k in (shape.hidden, shape.query_columns, shape.ffn)):
+        return None
+
+    def packed(tile: LinearTile, n: int, k: int) -> LinearTile | None:
+        splits = tile.splits
+        while k % (splits * _PACKED_DEPTH):
+            splits //= 2
+        if n % 64:
+            return None
+        return replace(tile, columns=64, depth=_PACKED_DEPTH, splits=splits, stages=4, warps=4, swap=True, early=False)
+
+    qkv = packed(plain.qkv, shape.qkv_columns, shape.hidden)
+    o = packed(plain.o, shape.hidden, shape.query_columns)
+    gate_up = packed(plain.gate_up, shape.ffn, shape.hidden)
+    down = packed(plain.down, shape.hidden, shape.ffn)
+    if qkv is None or o is None or gate_up is None or down is None:
+        return None
+    return LinearTiles(qkv, o, gate_up, down, plain.head)
+
+
+_PACKED_DEPTH = 128
+_PACKED = _packed_gemv, _packed_linear

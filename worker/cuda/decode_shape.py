@@ -15,7 +15,8 @@ class DecodeShape:
 
     `windows[i]`: positions that a token attends to in layer i, itself included; None is the whole past. `context`:
     rows of the rotary tables and most positions of a sequence. `qk_norm`: RMS norm over each query and key head before
-    the rotation. `output_bias` is attention's output projection's, `mlp_bias` gate's, up's and down's.
+    the rotation. `output_bias` is attention's output projection's, `mlp_bias` gate's, up's and down's. `bits` are those
+    of packed matrices, None of plain ones.
     """
 
     hidden: int
@@ -32,6 +33,7 @@ class DecodeShape:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    bits: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -51,8 +53,8 @@ class DecodeShape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
-def decode_shape(config: ModelConfig, context: int, dtype: torch.dtype) -> DecodeShape:
-    """`context` may be less than the model's: it is what tables are made for."""
+def decode_shape(config: ModelConfig, context: int, dtype: torch.dtype, bits: int | None = None) -> DecodeShape:
+    """`context` may be less than the model's: it is what tables are made for. `bits`: of packed matrices."""
     return DecodeShape(
         hidden=config.hidden_size,
         num_heads=config.num_heads,
@@ -68,4 +70,5 @@ def decode_shape(config: ModelConfig, context: int, dtype: torch.dtype) -> Decod
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
         mlp_bias=config.mlp_bias,
+        bits=bits,
     )

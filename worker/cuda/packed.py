@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from torch.nn import functional
 
 from planner.errors import InvalidConfiguration
 from worker.config import Quantization
-from worker.models.weights import DecoderWeights
+from worker.models.weights import DecoderWeights, LayerWeights
+
+PACKED: Final[tuple[Quantization, ...]] = ("int8", "int4")
+"""What is packed on a GPU."""
 
 GROUP = 32
 _LOAD_WORDS = 4
@@ -53,7 +56,7 @@ class PackedMatrix(Tensor):
         if self.bits == 8:
             return (codes * self.scales[:, None]).to(self.dtype)
         words = self.scales.view(torch.bfloat16).view(*self.scales.shape, 2).float()
-        values = words[:, :, 1:] + words[:, :, :1] * codes.unflatten(1, (-1, GROUP))
+        values = words[:, :, 1:] + words[:, :, :1] * codes.view(*self.scales.shape, GROUP)
         return values.flatten(1).to(self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -82,7 +85,34 @@ class PackedMatrix(Tensor):
 
 
 def _linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
-    return functional.linear(x, weight.values(), bias)
+    return functional.linear(x, values_of(weight), bias)
+
+
+def values_of(matrix: Tensor) -> Tensor:
+    """[N, K], a plain tensor: the matrix itself, or what a packed one stands for."""
+    if not isinstance(matrix, PackedMatrix):
+        return matrix
+    if not matrix.codes.is_cuda:
+        return matrix.values()
+    from worker.cuda.packed_products import unpacked  # needs Triton, which only a GPU's machine has
+
+    return unpacked(matrix)
+
+
+def packed_matrices(layer: LayerWeights) -> tuple[PackedMatrix, PackedMatrix, PackedMatrix, PackedMatrix]:
+    """q/k/v, output, gate and up, and down of a layer all of whose matrices are packed."""
+    qkv, output, gate_up, down = layer.qkv, layer.output, layer.gate_up, layer.down
+    assert isinstance(qkv, PackedMatrix)
+    assert isinstance(output, PackedMatrix)
+    assert isinstance(gate_up, PackedMatrix)
+    assert isinstance(down, PackedMatrix)
+    return qkv, output, gate_up, down
+
+
+def bits_of(weights: DecoderWeights) -> int | None:
+    """Of a packed decoder's matrices; None of any other's."""
+    matrix = weights.layers[0].qkv
+    return matrix.bits if isinstance(matrix, PackedMatrix) else None
 
 
 def pack_weights(weights: DecoderWeights, quantization: Quantization) -> DecoderWeights:
@@ -109,14 +139,14 @@ def pack_int8(matrix: Tensor) -> PackedMatrix:
     """Symmetric, a row at a time: its largest magnitude is 127."""
     exact = matrix.float()
     scales = exact.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = exact.div_(scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    codes = (exact / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return PackedMatrix(8, _packed(codes.view(torch.uint8), 8), scales, matrix.dtype)
 
 
 def pack_int4(matrix: Tensor) -> PackedMatrix:
     """Asymmetric: the codes 0 and 15 are a group's least and largest value. Scale and least value are rounded first, so
     that the codes make up for it."""
-    groups = matrix.float().unflatten(1, (-1, GROUP))
+    groups = matrix.float().view(len(matrix), -1, GROUP)
     least = groups.amin(dim=2, keepdim=True).bfloat16()
     spread = groups.amax(dim=2, keepdim=True) - least.float()
     scale = (spread / 15).clamp_(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
@@ -127,7 +157,7 @@ def pack_int4(matrix: Tensor) -> PackedMatrix:
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, K], of `bits` bits, to words int32 [N, K * bits / 32]."""
-    crosswise = codes.unflatten(1, (-1, 32 // bits, _LOAD_WORDS)).transpose(2, 3)
+    crosswise = codes.view(len(codes), -1, 32 // bits, _LOAD_WORDS).transpose(2, 3)
     if bits == 4:
         crosswise = crosswise[..., ::2] | (crosswise[..., 1::2] << 4)
     return crosswise.contiguous().flatten(1).view(torch.int32)
@@ -138,4 +168,4 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     crosswise = words.view(torch.int8 if bits == 8 else torch.uint8)
     if bits == 4:
         crosswise = torch.stack((crosswise & 15, crosswise >> 4), dim=-1).flatten(1)
-    return crosswise.unflatten(1, (-1, _LOAD_WORDS, 32 // bits)).transpose(2, 3).flatten(1)
+    return crosswise.view(len(words), -1, _LOAD_WORDS, 32 // bits).transpose(2, 3).flatten(1)

@@ -1,0 +1,101 @@
+"""Matrices of eight and four bits: what they stand for, how their codes lie, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from planner.errors import InvalidConfiguration
+from tests.decode_reference import random_weights
+from worker.cuda.decode_plan import Chain, plan_decode
+from worker.cuda.decode_shape import DecodeShape
+from worker.cuda.packed import PackedMatrix, bits_of, pack_int4, pack_int8, pack_weights
+
+LLAMA_8B = DecodeShape(
+    hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14_336, vocab_size=128_256, context=8192,
+    norm_eps=1e-5, dtype=torch.bfloat16, windows=(None,) * 32, bits=4,
+)  # fmt: skip
+SMALL = DecodeShape(
+    hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn=96, vocab_size=50, context=16,
+    norm_eps=1e-5, dtype=torch.float32, windows=(None,),
+)  # fmt: skip
+
+
+def matrix(seed: int = 0) -> torch.Tensor:
+    return torch.randn(24, 128, generator=torch.Generator().manual_seed(seed))
+
+
+def test_eight_bits_are_off_by_half_a_step_of_their_row_at_most() -> None:
+    exact = matrix()
+    packed = pack_int8(exact)
+    step = exact.abs().amax(dim=1, keepdim=True) / 127
+    assert ((packed.values() - exact).abs() <= step * 0.501).all()
+    assert packed.codes.shape == (24, 32)
+    assert packed.values()[3, exact[3].abs().argmax()] == pytest.approx(float(exact[3, exact[3].abs().argmax()]))
+
+
+def test_four_bits_are_off_by_half_a_step_of_their_group_at_most() -> None:
+    exact = matrix()
+    packed = pack_int4(exact)
+    groups = exact.view(24, 4, 32)
+    step = (groups.amax(dim=2) - groups.amin(dim=2)) / 15
+    off = (packed.values() - exact).view(24, 4, 32).abs().amax(dim=2)
+    assert (off <= step * 0.56).all(), "scale and least value have eight bits themselves"
+    assert packed.codes.shape == (24, 16)
+    assert packed.scales.shape == (24, 4)
+
+
+def test_four_words_hold_consecutive_columns_crosswise() -> None:
+    counted = torch.arange(16.0).repeat(8)[:32].repeat(2, 1)  # the codes 0 to 15, twice
+    words = pack_int4(counted).codes
+    nibbles = [[(int(word) >> (4 * place)) & 15 for place in range(8)] for word in words[0]]
+    assert nibbles == [[(first + 4 * place) % 16 for place in range(8)] for first in range(4)]
+
+
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4])
+def test_a_group_of_equal_or_of_no_values_is_exact(pack: object) -> None:
+    assert callable(pack)
+    for value in (0.0, 3.0, -0.5):
+        packed = pack(torch.full((16, 64), value))
+        torch.testing.assert_close(packed.values(), torch.full((16, 64), value), atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4])
+def test_linear_multiplies_by_the_values_and_nothing_else_is_possible(pack: object) -> None:
+    assert callable(pack)
+    packed, x, bias = pack(matrix()), torch.randn(3, 128), torch.randn(24)
+    torch.testing.assert_close(functional.linear(x, packed, bias), x @ packed.values().t() + bias)
+    with pytest.raises(TypeError, match="has linear alone"):
+        torch.neg(packed)
+
+
+def test_a_packed_decoder_keeps_its_ends_and_counts_its_bytes() -> None:
+    plain = random_weights(SMALL, torch.device("cpu"), 0)
+    packed = pack_weights(plain, "int4")
+    assert packed.embedding is plain.embedding
+    assert packed.head is plain.head
+    assert all(isinstance(layer.down, PackedMatrix) for layer in packed.layers)
+    assert (bits_of(packed), bits_of(plain)) == (4, None)
+    fewer = plain.bytes_read - packed.bytes_read
+    matrices = [getattr(plain.layers[0], name) for name in ("qkv", "output", "gate_up", "down")]
+    # Four bits and a word for 32 of them, instead of 32.
+    assert fewer == sum(each.numel() * 4 - each.numel() // 2 - each.numel() // 8 for each in matrices)
+
+
+def test_columns_that_make_no_whole_groups_are_refused_with_the_numbers() -> None:
+    narrow = DecodeShape(
+        hidden=56, num_heads=4, num_kv_heads=2, head_dim=16, ffn=96, vocab_size=50, context=16,
+        norm_eps=1e-5, dtype=torch.float32, windows=(None,),
+    )  # fmt: skip
+    odd = random_weights(narrow, torch.device("cpu"), 0)
+    with pytest.raises(InvalidConfiguration, match="int4 takes matrices of a multiple of 32 columns; qkv has 56") as e:
+        pack_weights(odd, "int4")
+    assert e.value.param == "quantization"
+
+
+def test_a_large_model_runs_its_own_kernels_up_to_64_rows() -> None:
+    chains = {width: plan_decode(LLAMA_8B, width, hopper=True).chain for width in (1, 2, 16, 64, 128)}
+    assert chains == {
+        1: Chain.GEMV, 2: Chain.SPLIT_K, 16: Chain.SPLIT_K, 64: Chain.SPLIT_K, 128: Chain.LIBRARY,
+    }  # fmt: skip
