@@ -236,7 +236,7 @@ def test_steps_without_adapters_run_what_an_engine_without_them_runs(adapted: Ad
     assert kinds
     assert set(kinds) == {Draw.GREEDY}
     assert rig.answer([adapted.requests[1]]) == adapted.expected[1:2]
-    assert kinds[-1] == Draw.ADAPTED
+    assert kinds[-1] is Draw.ADAPTED_GREEDY
 
 
 def test_cells_of_eight_bits(adapted: Adapted) -> None:

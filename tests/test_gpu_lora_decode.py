@@ -66,16 +66,16 @@ def check(shape: DecodeShape, width: int, plan: DecodePlan, chain: Chain) -> Non
     def run(width: int, draw: Draw) -> None:
         rig.chain.run(width, plan, most_likely, beside)
 
-    graphs = None if INTERPRETED else DecodeGraphs(run, [width], [Draw.ADAPTED])
+    graphs = None if INTERPRETED else DecodeGraphs(run, [width], [Draw.ADAPTED_SAMPLED])
     for step in range(2):
         order = rig.place_rows()
         chosen = [(index + step + 1) % len(weights) for index in range(len(lengths))]
         rows = slots.slots_of([adapters[chosen[index]] for index in order])
         rig.state.set_rows([rig.slots[index] for index in order], [rig.cells[index][-1] for index in order], rows)
         if graphs is None:
-            run(width, Draw.ADAPTED)
+            run(width, Draw.ADAPTED_SAMPLED)
         else:
-            graphs.replay(width, Draw.ADAPTED)
+            graphs.replay(width, Draw.ADAPTED_SAMPLED)
         for row, index in enumerate(order):
             token, history = rig.tokens[index], rig.histories[index]
             expected = reference_step(shape, weights[chosen[index]], rig.rotary, token, history)

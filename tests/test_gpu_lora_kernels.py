@@ -130,15 +130,14 @@ def test_a_slot_that_is_filled_anew_has_nothing_of_the_adapter_before() -> None:
 
 
 def test_inputs_that_are_cut_into_stretches() -> None:
-    deep = replace(
-        ODD, hidden_size=2056, intermediate_size=40, num_layers=1, windows=(None,)
-    )  # eight stretches and a bit
+    # Four parts of four stretches of 256 each, and a bit.
+    deep = replace(ODD, hidden_size=4100, intermediate_size=40, num_layers=1, windows=(None,))
     each = [random_matrices(deep, place, (3, 16), layers=1) for place in range(2)]
     Loaded(deep, 16, torch.float32, each).check(mixed(FEW_ROWS + 3, 2))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter")
-@pytest.mark.parametrize("num_rows", [8, 200, 5000])
+@pytest.mark.parametrize("num_rows", [1, 6, 20, 200, 1500, 5000])
 def test_a_large_models_sizes(num_rows: int) -> None:
     each = [random_matrices(WIDE, place, (16, 64), layers=2) for place in range(3)]
     Loaded(WIDE, 64, torch.bfloat16, each).check(mixed(num_rows, 3))

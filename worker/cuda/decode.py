@@ -81,7 +81,7 @@ class CudaDecode:
         self._sampler = GpuSampler(max_rows, config.vocab_size, device)
         self._planes = _planes(pool)
         self._chain = DecodeChain(shape, weights, rotary, self._planes, self.state, self._buffers)
-        draws = [draw for draw in Draw if draw is not Draw.ADAPTED or adapters is not None]
+        draws = [draw for draw in Draw if adapters is not None or not draw.is_adapted]
         self._make_steps = partial(capture, self._run, widths, draws)
         self._steps: Steps | None = self._make_steps()
 
@@ -114,13 +114,14 @@ class CudaDecode:
         )
 
     def _run(self, width: int, draw: Draw) -> None:
-        if draw is Draw.ADAPTED:
+        draws = self._draw_rows if draw.is_sampled else None
+        if draw.is_adapted:
             assert self._adapters is not None
             plan = self._adapted_plans[width]
             beside = self._adapters.beside(self.state.row_adapters[:width], dependent_launch=plan.dependent_launch)
-            self._chain.run(width, plan, self._draw_rows, beside)
+            self._chain.run(width, plan, draws, beside)
         else:
-            self._chain.run(width, self._plans[width], self._draw_rows if draw is Draw.SAMPLED else None)
+            self._chain.run(width, self._plans[width], draws)
 
     def _draw_rows(self, logits: Tensor, row_slots: Tensor, state: DecodeState) -> None:
         num_rows = len(row_slots)

@@ -188,7 +188,7 @@ class CudaExecutor:
         if masked:
             special = sorted({*special, *masked})
         draw = Draw.SAMPLED if special or self._slots.any_random(slots) else Draw.GREEDY
-        self._decode.step(slots, cells, Draw.ADAPTED if adapters else draw, adapters)
+        self._decode.step(slots, cells, draw.adapted if adapters else draw, adapters)
         logits = None
         if special:
             draws = self._host_draws.draws(special, run, self._step_before)  # while the forward runs

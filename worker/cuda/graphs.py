@@ -22,12 +22,26 @@ Capture = Callable[[Forward], Forward]
 
 
 class Draw(Enum):
-    """How a captured step ends: all rows by arg max, or by the sampler (whose logits stay readable). `ADAPTED` ends as
-    the latter, and adds rows' adapters to its products."""
+    """How a captured step ends: all rows by arg max, or by the sampler (whose logits stay readable). The adapted ones
+    add rows' adapters to their products."""
 
     GREEDY = "greedy"
     SAMPLED = "sampled"
-    ADAPTED = "adapted"
+    ADAPTED_GREEDY = "adapted, greedy"
+    ADAPTED_SAMPLED = "adapted, sampled"
+
+    @property
+    def is_sampled(self) -> bool:
+        return self in (Draw.SAMPLED, Draw.ADAPTED_SAMPLED)
+
+    @property
+    def is_adapted(self) -> bool:
+        return self in (Draw.ADAPTED_GREEDY, Draw.ADAPTED_SAMPLED)
+
+    @property
+    def adapted(self) -> Draw:
+        """The same, with adapters."""
+        return Draw.ADAPTED_SAMPLED if self.is_sampled else Draw.ADAPTED_GREEDY
 
 
 class DecodeGraphs:

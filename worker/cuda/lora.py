@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +25,23 @@ from worker.models.lora import LoraMatrices, Site, read_lora
 
 # Rows up to which each has programs of its own; beyond, matrices are read once for a tile of rows.
 FEW_ROWS = 32
-_WIDE_FROM = 1024
+_COLUMNS = 128
 _MOST_LANES = 8
-_MOST_SPLITS = 8
-# About what a GPU has room for at once.
-_PROGRAMS = 256
+
+
+class _Tile(NamedTuple):
+    """From `least_rows` on: so many rows together, K `depth` at a time and in as many as `splits` parts, so that a few
+    tiles are enough programs; `warps` of the second kernel."""
+
+    least_rows: int
+    rows: int
+    depth: int
+    splits: int
+    warps: int
+
+
+# Few kinds: each is compiled when it first runs, which should be at the start.
+_TILES = (_Tile(4096, 64, 128, 1, 8), _Tile(1024, 64, 128, 4, 8), _Tile(0, 16, 256, 8, 4))
 
 
 class CudaLoraSlots:
@@ -108,95 +119,45 @@ class LoraRows:
         assert product.is_contiguous()
         if len(x) == 0:
             return
-        shape = self._room.shapes[site]
-        # What is narrow goes into memory that another product may have had: kernels in between wait for each other.
-        sizes = (len(x), len(shape.outputs), self._room.room_rank)
         if len(x) <= FEW_ROWS:
-            self._add_to_rows(layer, site, x, x.new_empty(sizes, dtype=torch.float32), product)
+            self._add_to_rows(layer, site, x, product)
         else:
-            tiles = _Tiles.of(sizes, shape.num_inputs)
-            self._add_to_tiles(layer, site, x, x.new_empty((tiles.splits, *sizes), dtype=torch.float32), product, tiles)
+            self._add_to_tiles(layer, site, x, product)
 
-    def _add_to_rows(self, layer: int, site: Site, x: Tensor, narrow: Tensor, product: Tensor) -> None:
-        room, sizes = self._room.sites[site], _Sizes.of(self._room, site)
+    # `narrow` may lie where the one of another product lay: the kernels in between wait for each other.
+
+    def _add_to_rows(self, layer: int, site: Site, x: Tensor, product: Tensor) -> None:
+        room, sizes = self._room.sites[site], self._room.sizes[site]
+        narrow = x.new_empty((len(x), sizes.num_parts, sizes.room_rank), dtype=torch.float32)
         ranks = 1 if len(x) <= 4 else 2 if len(x) <= 8 else 4
         shrink_rows_kernel[(len(x), sizes.num_parts * sizes.room_rank // ranks)](
             x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow,
             **sizes.down, RANKS=ranks, DEPTH=min(4096 // ranks, next_power_of_2(sizes.num_inputs)), **self._launch(4),
         )  # fmt: skip
-        columns = 128
-        expand_rows_kernel[(len(x), sizes.column_blocks(columns))](
+        expand_rows_kernel[(len(x), sizes.column_blocks(_COLUMNS))](
             narrow, self._row_slots, room.ups[0, layer], room.ranks[0, layer:], product,
-            **sizes.up, RANKS=RANK_BLOCK, COLUMNS=columns, **self._launch(4),
+            **sizes.up, RANKS=RANK_BLOCK, COLUMNS=_COLUMNS, **self._launch(4),
         )  # fmt: skip
 
-    def _add_to_tiles(self, layer: int, site: Site, x: Tensor, narrow: Tensor, product: Tensor, tiles: _Tiles) -> None:
-        room, sizes = self._room.sites[site], _Sizes.of(self._room, site)
-        num_rows, num_slots = len(x), self._room.num_slots
-        both = {"ROWS": tiles.rows, "RANKS": RANK_BLOCK, "SPLITS": tiles.splits, "LANES": min(_MOST_LANES, num_slots)}
-        shrink_tiles_kernel[(tiles.number, tiles.splits * tiles.rank_blocks, both["LANES"])](
+    def _add_to_tiles(self, layer: int, site: Site, x: Tensor, product: Tensor) -> None:
+        room, sizes, num_rows, num_slots = self._room.sites[site], self._room.sizes[site], len(x), self._room.num_slots
+        tile = next(tile for tile in _TILES if num_rows >= tile.least_rows)
+        depth = max(16, min(tile.depth, next_power_of_2(sizes.num_inputs)))
+        splits = tile.splits
+        while sizes.num_inputs < 4 * splits * depth and splits > 1:
+            splits //= 2
+        narrow = x.new_empty((splits, num_rows, sizes.num_parts, sizes.room_rank), dtype=torch.float32)
+        num_tiles, lanes = -(-num_rows // tile.rows), min(_MOST_LANES, num_slots)
+        both = {"ROWS": tile.rows, "RANKS": RANK_BLOCK, "SPLITS": splits, "LANES": lanes}
+        shrink_tiles_kernel[(num_tiles, splits * sizes.num_parts * sizes.room_rank // RANK_BLOCK, lanes)](
             x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow, num_rows, num_slots,
-            **sizes.down, **both, DEPTH=tiles.depth, **self._launch(4),
+            **sizes.down, **both, DEPTH=depth, **self._launch(4),
         )  # fmt: skip
-        columns = 128
-        expand_tiles_kernel[(tiles.number, sizes.column_blocks(columns), both["LANES"])](
+        expand_tiles_kernel[(num_tiles, sizes.column_blocks(_COLUMNS), lanes)](
             narrow, self._row_slots, room.ups[0, layer], room.ranks[0, layer:], product, num_rows, num_slots,
-            **sizes.up, **both, COLUMNS=columns, **self._launch(4 if tiles.rows == 16 else 8),
+            **sizes.up, **both, COLUMNS=_COLUMNS, **self._launch(tile.warps),
         )  # fmt: skip
 
     def _launch(self, warps: int) -> dict[str, Any]:
         options: dict[str, Any] = {"PDL": self._dependent_launch, "num_warps": warps}
         return options | {"launch_pdl": True} if self._dependent_launch else options
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """How many rows are taken together, in so many tiles, and K `depth` at a time in `splits`."""
-
-    rows: int
-    number: int
-    rank_blocks: int
-    depth: int
-    splits: int
-
-    @classmethod
-    def of(cls, sizes: tuple[int, int, int], num_inputs: int) -> _Tiles:
-        """Of a product of so many rows, parts and ranks. K is cut where there would be few programs, each with many
-        turns to wait for."""
-        num_rows, num_parts, room_rank = sizes
-        rows, depth = (64, 128) if num_rows >= _WIDE_FROM else (16, 256)
-        number, rank_blocks = -(-num_rows // rows), num_parts * room_rank // RANK_BLOCK
-        depth, splits = max(16, min(depth, next_power_of_2(num_inputs))), 1
-        while splits < _MOST_SPLITS and number * rank_blocks * splits < _PROGRAMS and num_inputs >= 8 * splits * depth:
-            splits *= 2
-        return cls(rows, number, rank_blocks, depth, splits)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """What kernels are compiled for at one site: `down` of the first product, `up` of the second."""
-
-    num_inputs: int
-    outputs: tuple[int, ...]
-    room_rank: int
-    down: dict[str, int]
-    up: dict[str, int]
-
-    @classmethod
-    def of(cls, room: DeviceLoraRoom, site: Site) -> _Sizes:
-        shape, matrices = room.shapes[site], room.sites[site]
-        first, *rest = shape.outputs
-        assert len(set(rest)) <= 1, "parts after the first have equally many columns"
-        both = {"R": room.room_rank, "PARTS": len(shape.outputs), "RANK_STRIDE": matrices.ranks.stride(0)}
-        down = both | {"K": shape.num_inputs, "DOWN_STRIDE": matrices.downs.stride(0)}
-        up = both | {"N": shape.num_outputs, "FIRST": first, "REST": rest[0] if rest else 0}
-        up["UP_STRIDE"] = matrices.ups.stride(0)
-        return cls(shape.num_inputs, shape.outputs, room.room_rank, down, up)
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.outputs)
-
-    def column_blocks(self, columns: int) -> int:
-        """Blocks of so many columns, none across two parts."""
-        return sum(-(-size // columns) for size in self.outputs)

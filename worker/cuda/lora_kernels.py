@@ -27,7 +27,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ranks"])
 def shrink_rows_kernel(
     x, row_slots, downs, ranks, narrow,
     K: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, DOWN_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr,
@@ -70,7 +70,7 @@ def _columns_of(program, FIRST: tl.constexpr, REST: tl.constexpr, COLUMNS: tl.co
     return part, begin, FIRST + part * REST
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ranks"])
 def expand_rows_kernel(
     narrow, row_slots, ups, ranks, product,
     N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
@@ -103,7 +103,7 @@ def expand_rows_kernel(
     tl.store(into, (before + tl.sum(acc, axis=1)).to(product.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_slots"])
+@triton.jit(do_not_specialize=["num_rows", "num_slots"], do_not_specialize_on_alignment=["ranks"])
 def shrink_tiles_kernel(
     x, row_slots, downs, ranks, narrow, num_rows, num_slots,
     K: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, DOWN_STRIDE: tl.constexpr, RANK_STRIDE: tl.constexpr,
@@ -138,7 +138,7 @@ def shrink_tiles_kernel(
             tl.store(into, acc, mask=mine[:, None])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_slots"])
+@triton.jit(do_not_specialize=["num_rows", "num_slots"], do_not_specialize_on_alignment=["ranks"])
 def expand_tiles_kernel(
     narrow, row_slots, ups, ranks, product, num_rows, num_slots,
     N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,

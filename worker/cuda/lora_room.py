@@ -48,6 +48,36 @@ class PackedLora:
     sites: Mapping[Site, SiteMatrices]
 
 
+@dataclass(frozen=True, slots=True)
+class SiteSizes:
+    """What kernels are compiled for at one site: `down` for the first product, `up` for the second."""
+
+    num_inputs: int
+    outputs: tuple[int, ...]
+    room_rank: int
+    down: Mapping[str, int]
+    up: Mapping[str, int]
+
+    @classmethod
+    def of(cls, shape: SiteShape, room: SiteMatrices) -> SiteSizes:
+        """Of the whole room's matrices."""
+        first, *rest = shape.outputs
+        assert len(set(rest)) <= 1, "parts after the first have equally many columns"
+        room_rank = room.ups.shape[-1]
+        both = {"R": room_rank, "PARTS": len(shape.outputs), "RANK_STRIDE": room.ranks.stride(0)}
+        down = {"K": shape.num_inputs, "DOWN_STRIDE": room.downs.stride(0)}
+        up = {"N": shape.num_outputs, "FIRST": first, "REST": rest[0] if rest else 0, "UP_STRIDE": room.ups.stride(0)}
+        return cls(shape.num_inputs, shape.outputs, room_rank, both | down, both | up)
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.outputs)
+
+    def column_blocks(self, columns: int) -> int:
+        """Blocks of so many columns, none across two parts."""
+        return sum(-(-size // columns) for size in self.outputs)
+
+
 class DeviceLoraRoom:
     """Owner: `CudaLoraSlots`. A slot is filled while nothing computes with it."""
 
@@ -63,6 +93,7 @@ class DeviceLoraRoom:
             site: SiteMatrices.zeros(shape, config.num_layers, self.room_rank, dtype, device, num_slots)
             for site, shape in self.shapes.items()
         }
+        self.sizes = {site: SiteSizes.of(shape, self.sites[site]) for site, shape in self.shapes.items()}
 
     def pack(self, matrices: LoraMatrices) -> PackedLora:
         """On any thread. Matrices have no rank over the room's."""
