@@ -27,14 +27,16 @@ from planner.request import Adapter, Request, SamplingParams  # noqa: E402
 from tests.cuda_rig import CONTEXT, DEVICE, Captures, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
 from tests.lora_rig import merged_weights, random_matrices  # noqa: E402
 from tests.test_decode_chain import ONE_SPLIT, split_k  # noqa: E402
+from tests.test_gpu_packed import plain, with_weights  # noqa: E402
 from worker.cell_rows import SCALED  # noqa: E402
-from worker.config import EngineConfig  # noqa: E402
+from worker.config import EngineConfig, Quantization  # noqa: E402
 from worker.cuda.decode import Capture  # noqa: E402
 from worker.cuda.decode_plan import DecodePlan  # noqa: E402
 from worker.cuda.decode_shape import DecodeShape  # noqa: E402
 from worker.cuda.executor import CudaExecutor  # noqa: E402
 from worker.cuda.graphs import Draw, LaunchedSteps  # noqa: E402
 from worker.cuda.lora import CudaLoraSlots  # noqa: E402
+from worker.cuda.packed import PACKED, pack_weights  # noqa: E402
 from worker.models.decoder import Decoder  # noqa: E402
 from worker.models.lora import LoraMatrices  # noqa: E402
 from worker.models.rope_tables import rope_tables  # noqa: E402
@@ -179,6 +181,22 @@ def test_products_that_were_cut_into_parts(adapted: Adapted) -> None:
 
     executor = adapted.executor(plan=plan, widths=(1, 2, 8))
     assert Rig(executor, depth=2).answer(adapted.requests[:3]) == adapted.expected[:3]
+
+
+@pytest.mark.parametrize("quantization", PACKED)
+def test_beside_matrices_of_eight_and_four_bits(adapted: Adapted, quantization: Quantization) -> None:
+    decoder, matrices = adapted.model.decoder, adapted.matrices
+    packed = pack_weights(decoder.weights, quantization)
+    quantized = with_weights(adapted.model, packed)
+    expected = []
+    for place, request in enumerate(adapted.requests[:3]):
+        weights = plain(packed)
+        if place:
+            weights = merged_weights(decoder.config, weights, matrices[place - 1])
+        model = with_weights(adapted.model, weights)
+        expected += Rig(torch_executor(model)).answer([replace(request, adapter=None)])
+    executor = replace(adapted, model=quantized).executor()
+    assert Rig(executor, depth=2).answer(adapted.requests[:3]) == expected
 
 
 @pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter")

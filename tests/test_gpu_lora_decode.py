@@ -20,7 +20,7 @@ from tests.cuda_rig import DEVICE, LLAMA  # noqa: E402
 from tests.decode_reference import reference_step  # noqa: E402
 from tests.decode_rig import Rig, relative_error  # noqa: E402
 from tests.lora_rig import merged_weights, random_matrices  # noqa: E402
-from tests.test_decode_chain import LAST_REDUCES, QWEN3, gemv, split_k  # noqa: E402
+from tests.test_decode_chain import LAST_REDUCES, PACKED, PACKED4, QWEN3, gemv, packed_split, split_k  # noqa: E402
 from tests.test_decode_chain import LLAMA as TINY  # noqa: E402
 from worker.cuda.decode_plan import Chain, DecodePlan, adapted, plan_decode  # noqa: E402
 from worker.cuda.decode_shape import DecodeShape  # noqa: E402
@@ -41,7 +41,7 @@ def config_of(shape: DecodeShape) -> ModelConfig:
     return replace(
         LLAMA, vocab_size=shape.vocab_size, hidden_size=shape.hidden, intermediate_size=shape.ffn,
         num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim, windows=shape.windows, qk_norm=shape.qk_norm,
+        head_dim=shape.head_dim, windows=shape.windows, qk_norm=shape.qk_norm, qkv_bias=shape.qkv_bias,
     )  # fmt: skip
 
 
@@ -79,8 +79,8 @@ def check(shape: DecodeShape, width: int, plan: DecodePlan, chain: Chain) -> Non
         for row, index in enumerate(order):
             token, history = rig.tokens[index], rig.histories[index]
             expected = reference_step(shape, weights[chosen[index]], rig.rotary, token, history)
-            error = relative_error(rig.buffers.logits[row], expected)
-            assert error < TOLERANCE[shape.dtype], f"step {step}, row {row} with adapter {chosen[index]}"
+            error, most = relative_error(rig.buffers.logits[row], expected), TOLERANCE[shape.dtype]
+            assert error < most, f"step {step}, row {row} with adapter {chosen[index]}"
             for (k, v), keys, values in zip(rig.pool, history.keys, history.values, strict=True):
                 assert relative_error(k[rig.cells[index][-1]], keys[-1]) < TOLERANCE[shape.dtype]
                 assert relative_error(v[rig.cells[index][-1]], values[-1]) < TOLERANCE[shape.dtype]
@@ -91,6 +91,11 @@ def check(shape: DecodeShape, width: int, plan: DecodePlan, chain: Chain) -> Non
 @pytest.mark.parametrize("swap", [True, False])
 def test_rows_of_a_tiny_model(shape: DecodeShape, swap: bool) -> None:
     check(shape, 4, split_k(LAST_REDUCES, swap=swap), Chain.SPLIT_K)
+
+
+@pytest.mark.parametrize("shape", [PACKED, PACKED4], ids=["eight bits", "four bits"])
+def test_rows_of_packed_matrices(shape: DecodeShape) -> None:
+    check(shape, 4, packed_split(LAST_REDUCES), Chain.SPLIT_K)
 
 
 def test_one_row_runs_as_several_do() -> None:
@@ -104,6 +109,16 @@ def test_captured_steps_of_real_sizes(shape: DecodeShape, width: int) -> None:
     hopper = torch.cuda.get_device_capability() >= (9, 0)
     is_split = hopper and (width <= 64 or shape is QWEN3_06B)
     check(shape, width, plan_decode(shape, width, hopper=hopper), Chain.SPLIT_K if is_split else Chain.LIBRARY)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter")
+@pytest.mark.parametrize("width", [1, 8, 48, 128])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_captured_steps_of_packed_matrices(bits: int, width: int) -> None:
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
+    shape = replace(QWEN3_06B, bits=bits)
+    chain = Chain.SPLIT_K if hopper and width <= 64 else Chain.LIBRARY
+    check(shape, width, plan_decode(shape, width, hopper=hopper), chain)
 
 
 def test_what_an_adapter_changes_is_more_than_the_tolerance() -> None:

@@ -75,7 +75,7 @@ def test_modules_of_the_command_line_are_read_at_once(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({"model": "m", "device": "cuda", "quantization": "int8"}, "with int8 weights on a GPU"),
+        ({"model": "m", "device": "cuda", "quantization": "fp8"}, "with fp8 weights on a GPU"),
         ({"model": "m.pt2", "device": "cpu"}, "by an exported program"),
     ],
 )

@@ -106,7 +106,8 @@ def _check_adapters(config: EngineConfig) -> None:
         return
     if Path(config.model).suffix == SUFFIX:
         raise InvalidConfiguration("enable_lora is not supported by an exported program yet", param="enable_lora")
-    if config.quantization != "none" and (config.device == "cuda" or choose_device(config).type == "cuda"):
+    is_beside = config.quantization in ("none", *PACKED)
+    if not is_beside and (config.device == "cuda" or choose_device(config).type == "cuda"):
         raise InvalidConfiguration(
             f"enable_lora is not supported with {config.quantization} weights on a GPU yet", param="enable_lora"
         )

@@ -192,11 +192,11 @@ class DecodeChain:
             launch = _launch(plan, tile.warps, tile.stages)
             if isinstance(w, PackedMatrix):
                 split_product(x, w, b.partials, width, b.padded_rows * n, tile, launch)
-                return
-            split_linear_kernel[(n // tile.columns, tile.splits, _tiles(width, tile.rows))](
-                x, w, b.partials, width, b.padded_rows * n, N=n, K=k, SPLITS=tile.splits, ROWS=tile.rows,
-                COLUMNS=tile.columns, DEPTH=tile.depth, SWAP=tile.swap, EARLY=tile.early, **launch,
-            )  # fmt: skip
+            else:
+                split_linear_kernel[(n // tile.columns, tile.splits, _tiles(width, tile.rows))](
+                    x, w, b.partials, width, b.padded_rows * n, N=n, K=k, SPLITS=tile.splits, ROWS=tile.rows,
+                    COLUMNS=tile.columns, DEPTH=tile.depth, SWAP=tile.swap, EARLY=tile.early, **launch,
+                )  # fmt: skip
             if beside is not None:  # a term of the sum
                 beside.add(index, site, x[:width], b.partials[: width * n].view(width, n))
 

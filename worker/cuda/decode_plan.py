@@ -126,7 +126,8 @@ def adapted(plan: DecodePlan, shape: DecodeShape) -> DecodePlan:
     """How steps of the same width run with adapters, which are added to every product before it is used."""
     linear = plan.linear
     if plan.chain is Chain.GEMV:  # whose products are used where they are made
-        linear = _linear(shape, plan.width, shape.hidden <= _SMALL)
+        linears = _linear if shape.bits is None else _packed_linear
+        linear = linears(shape, plan.width, shape.hidden <= _SMALL)
     if linear is None:
         return DecodePlan(plan.width, Chain.LIBRARY, plan.attention)
     return replace(plan, chain=Chain.SPLIT_K, gemv=None, linear=linear, whole_gate_up=True)
