@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,13 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
-from benchmarks.random_model import write_model  # noqa: E402
-from planner.errors import InvalidConfiguration  # noqa: E402
 from planner.request import Adapter, Request, SamplingParams  # noqa: E402
-from tests.cuda_rig import CONTEXT, DEVICE, Captures, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
+from tests.cuda_rig import DEVICE, Captures, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
 from tests.lora_rig import merged_weights, random_matrices  # noqa: E402
 from tests.test_decode_chain import ONE_SPLIT, split_k  # noqa: E402
 from tests.test_gpu_packed import plain, with_weights  # noqa: E402
 from worker.cell_rows import SCALED  # noqa: E402
-from worker.config import EngineConfig, Quantization  # noqa: E402
+from worker.config import Quantization  # noqa: E402
 from worker.cuda.decode import Capture  # noqa: E402
 from worker.cuda.decode_plan import DecodePlan  # noqa: E402
 from worker.cuda.decode_shape import DecodeShape  # noqa: E402
@@ -37,10 +34,7 @@ from worker.cuda.executor import CudaExecutor  # noqa: E402
 from worker.cuda.graphs import Draw, LaunchedSteps  # noqa: E402
 from worker.cuda.lora import CudaLoraSlots  # noqa: E402
 from worker.cuda.packed import PACKED, pack_weights  # noqa: E402
-from worker.models.decoder import Decoder  # noqa: E402
 from worker.models.lora import LoraMatrices  # noqa: E402
-from worker.models.rope_tables import rope_tables  # noqa: E402
-from worker.program import build_executor, load_program  # noqa: E402
 
 NUM_TOKENS = 3 if INTERPRETED else 12
 NUM_ADAPTERS = 4 if INTERPRETED else 8
@@ -52,9 +46,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def merged(model: Model, matrices: LoraMatrices) -> Model:
-    decoder = model.decoder
-    weights = merged_weights(decoder.config, decoder.weights, matrices)
-    return replace(model, decoder=Decoder(decoder.config, weights, decoder.context))
+    return with_weights(model, merged_weights(model.decoder.config, model.decoder.weights, matrices))
 
 
 @dataclass(frozen=True)
@@ -266,41 +258,3 @@ def test_cells_of_eight_bits(adapted: Adapted) -> None:
         expected += Rig(cuda_executor(model, cell_dtype=SCALED)).answer([replace(request, adapter=None)])
     answers = Rig(adapted.executor(cell_dtype=SCALED), depth=2, max_num_seqs=16).answer(adapted.requests)
     assert sum(said == other for said, other in zip(answers, expected, strict=True)) >= len(answers) - 1
-
-
-@pytest.mark.skipif(INTERPRETED, reason="memory is a GPU's")
-@pytest.mark.parametrize("cuda_graph", [True, False])
-def test_an_engine_that_was_sized_with_room_for_adapters(tmp_path: Path, cuda_graph: bool) -> None:
-    folder = write_model("tiny", tmp_path)
-    config = EngineConfig(
-        model=str(folder), device="cuda", dtype="float32", load_format="dummy", max_model_len=CONTEXT, max_num_seqs=4,
-        max_prefill_tokens=64, gpu_memory_utilization=0.1, swap_space=0, cuda_graph=cuda_graph, enable_lora=True,
-        max_loras=2, max_lora_rank=4,
-    )  # fmt: skip
-    decoder = load_program(config).decoder
-    cos, sin = rope_tables(decoder.config.rope, decoder.config.head_dim, CONTEXT)
-    model = Model(decoder, (cos.to(DEVICE), sin.to(DEVICE)), torch.float32)
-    matrices = random_matrices(decoder.config, 3, (4, 1), layers=2)
-    adapter = Adapter("late", 1)
-    prompt = np.random.default_rng(2).integers(0, 4000, size=50)
-    asked = [Request(prompt, NUM_TOKENS, GREEDY), Request(prompt, NUM_TOKENS, GREEDY, adapter=adapter)]
-    expected = Rig(torch_executor(model)).answer(asked[:1])
-    expected += Rig(torch_executor(merged(model, matrices))).answer(asked[:1])
-    assert expected[0] != expected[1]
-    executor = build_executor(config)
-    slots = executor.adapters
-    assert isinstance(slots, CudaLoraSlots)
-    assert slots.num_slots == 2
-    rig = Rig(executor, depth=2, max_num_seqs=4)
-    assert rig.answer(asked[:1]) == expected[:1]
-    slots.put(0, adapter, slots.packed(matrices))  # the slot that the start has tried
-    assert rig.answer(asked) == expected
-    executor.close()
-
-
-@pytest.mark.skipif(INTERPRETED, reason="memory is a GPU's")
-def test_more_adapters_than_the_memory_holds_are_refused(tmp_path: Path) -> None:
-    told = {"model": str(write_model("tiny", tmp_path)), "device": "cuda", "load_format": "dummy"}
-    config = EngineConfig(**told, enable_lora=True, max_loras=2**20, max_lora_rank=256)
-    with pytest.raises(InvalidConfiguration, match="does not hold 1048576 adapters of rank 256"):
-        build_executor(config)
