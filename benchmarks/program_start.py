@@ -160,7 +160,7 @@ def export(subject: Subject) -> None:
     export_model(config, Path(subject.program), (1,), {}, lambda line: print(line, file=sys.stderr))
 
 
-def in_a_process(task: str, subject: Subject, environment: Mapping[str, str] | None = None) -> Any:
+def in_a_process(task: str, subject: Subject, environment: Mapping[str, str]) -> Any:
     """The last line that a task prints; its log goes where ours does."""
     command = [
         sys.executable,
@@ -171,29 +171,32 @@ def in_a_process(task: str, subject: Subject, environment: Mapping[str, str] | N
         "--subject",
         json.dumps(asdict(subject)),
     ]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **(environment or {})}
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **environment})
     return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
 
 
 def measured(subject: Subject, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    on_gpu = args.device == "cuda"
+
+    def run(task: str, cache: str) -> Any:
+        """All share what Triton compiles of the operator's kernels; what torch's compiler made is in `cache`."""
+        places = {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / cache)}
+        return in_a_process(task, subject, places if on_gpu else {})
+
     figures: dict[str, Any] = {}
     if args.program is None:
         began = time.perf_counter()
-        in_a_process("export", subject)
+        run("export", "exported")
         figures["export_s"] = time.perf_counter() - began
     figures["program_bytes"] = Path(subject.program).stat().st_size
-    on_gpu = args.device == "cuda"
     if not on_gpu and args.shape is None:
-        figures["same_tokens"] = in_a_process("compare", subject)
-    for start in ("model", "program", *(["program without graphs"] if on_gpu else [])):
-        repeats = args.repeats if start != "program without graphs" else 1
-        figures[start] = [in_a_process(start, subject) for _ in range(repeats)]
-    # Only the compiler's own: what Triton compiles of the kernels that all starts share is there already.
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")} if on_gpu else {}
+        figures["same_tokens"] = run("compare", "none")
+    for start in ("model", "program"):
+        figures[start] = [run(start, "none") for _ in range(args.repeats)]
+    if on_gpu:
+        figures["program without graphs"] = [run("program without graphs", "none")]
     for name in ("compile", *(["compile again"] if on_gpu else [])):
-        figures[name] = [in_a_process("compile", subject, cache)]
+        figures[name] = [run("compile", "compiled")]
     return figures
 
 
