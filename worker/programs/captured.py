@@ -110,12 +110,8 @@ class CapturedMethods:
         return lambda host: write_fixed(host, spans, width, self._shared_heads, self._pool.scratch_cell)
 
     def _forward(self, method: CompiledMethod, width: int, num_rows: int, table: Tensor, layout: Tensor) -> Forward:
-        buffers, pool, tables, layouts = (
-            self._buffers,
-            self._pool,
-            [table] * self._num_plans,
-            [layout] * self._num_plans,
-        )
+        buffers, pool = self._buffers, self._pool
+        tables, layouts = ([part] * self._num_plans for part in (table, layout))
         tokens, positions, selector = buffers.tokens[:width], buffers.positions[:width], buffers.selector[:num_rows]
         logits = buffers.logits[:num_rows]
 
