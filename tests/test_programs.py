@@ -25,7 +25,7 @@ from planner.request import Request, SamplingParams
 from tests.tiny_models import save_tiny_model
 from tests.tiny_text import tiny_tokenizer
 from tests.torch_rig import Rig, executor_of, load, request
-from worker.config import EngineConfig
+from worker.config import EngineConfig, Quantization
 from worker.program import Program, build_executor
 from worker.programs.loading import check_machine, program_info
 from worker.programs.machine import torch_version
@@ -51,9 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("programs") / "tiny.pt2"
+    return export(folder, tmp_path_factory.mktemp("programs") / "tiny.pt2")
+
+
+def export(folder: Path, output: Path, *flags: str) -> Path:
     command = [sys.executable, "-m", "cluster.cli", "export", str(folder), "--output", str(output), "--device", "cpu"]
-    command += ["--dtype", "float32", "--max-prefill-tokens", str(W), "--num-threads", "1"]
+    command += ["--dtype", "float32", "--max-prefill-tokens", str(W), "--num-threads", "1", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return output
@@ -115,6 +118,22 @@ def test_sampled_tokens_and_scores_of_a_prompt_come_from_the_same_logits(
 ) -> None:
     asked = requests((16, 33), temperature=0.8, seed=5, logprobs=2)
     assert Rig(compiled).answer(asked) == Rig(executor_of(eager, CELLS)).answer(asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_program_of_quantized_layers_gives_the_eager_tokens(tmp_path: Path, quantization: Quantization) -> None:
+    save_tiny_model("qwen2", tmp_path, sizes={"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1})
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    export(tmp_path, tmp_path / "tiny.pt2", "--quantization", quantization, "--min-prefill-tokens", "5")
+    loaded = load(str(tmp_path), max_prefill_tokens=W, quantization=quantization)
+    quantized = replace(loaded, info=replace(loaded.info, widths=(1,)))
+    sizes = (1, 3, 15, 16, 33)
+    expected = Rig(executor_of(quantized, CELLS, 5)).answer_alone(requests(sizes))
+    program = program_executor(tmp_path / "tiny.pt2")
+    assert Rig(program).answer_alone(requests(sizes)) == expected
+    assert Rig(program).answer(requests(sizes)) == expected
+    assert Rig(program, prefill_chunk_tokens=4).answer(requests(sizes)) == expected
 
 
 def test_methods_share_one_copy_of_the_weights(exported: Path) -> None:

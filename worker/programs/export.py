@@ -39,6 +39,7 @@ from worker.programs.metadata import (
     ProgramMetadata,
     WeightEntry,
     method_name,
+    own_constant,
     root_of,
 )
 from worker.programs.traced import TracedDecoder, named_weights, plain_tensors
@@ -80,14 +81,15 @@ def export_program(source: ExportSource, output: Path, report: Report = lambda l
     check_compiler()
     module = TracedDecoder(source.decoder).eval()
     files: dict[str, Any] = {}
+    weights = plain_tensors(module)
     for method, width in [*((Method.DECODE, width) for width in source.info.widths), (Method.PREFILL, None)]:
         name = method_name(method, width)
         report(f"compiling {name}")
         traced = trace(module, source.decoder, source.info, width)
         fused = width == 1 and source.decoder.device.type == "cuda" and source.quantization == "int8"
-        files[name] = _compile(traced, _COMPILING | (_FUSED_PRODUCTS if fused else {}))
+        files[name], constants = _compile(traced, _COMPILING | (_FUSED_PRODUCTS if fused else {}))
+        weights |= {own_constant(name, constant): tensor for constant, tensor in constants.items()}
     report(f"writing {output}")
-    weights = plain_tensors(module)
     metadata = _metadata(source, weights)
     _write(output, files, metadata, weights, source.text_files)
     return metadata
@@ -126,12 +128,17 @@ def trace(module: TracedDecoder, decoder: Decoder, info: ProgramInfo, width: int
         return torch.export.export(module, arguments, dynamic_shapes=shapes, strict=False)
 
 
-def _compile(traced: ExportedProgram, options: dict[str, Any]) -> Any:
-    """Files of compiled code, as `package_aoti` takes them."""
+def _compile(traced: ExportedProgram, options: dict[str, Any]) -> tuple[list[Any], dict[str, Tensor]]:
+    """Files of compiled code, as `package_aoti` takes them, and constants that the compiler itself has made."""
+    if traced.example_inputs[0][0].device.type == "cpu":  # whose kernels of int4 read the size of a group from one
+        options = options | {"aot_inductor.package_constants_on_disk_format": "pickle_weights"}
     with torch.no_grad(), warnings.catch_warnings():
         # torch's own use of a class that it deprecates.
         warnings.filterwarnings("ignore", message=".*treespec", category=FutureWarning)
-        return torch._inductor.aot_compile(traced.module(), traced.example_inputs[0], options=options)
+        made: Any = torch._inductor.aot_compile(traced.module(), traced.example_inputs[0], options=options)
+    files = [part for part in made if isinstance(part, str)]
+    constants = {name: entry[0] for part in made if not isinstance(part, str) for name, entry in part.items()}
+    return files, {name: tensor for name, tensor in constants.items() if name not in traced.state_dict}
 
 
 def hash_weights(weights: DecoderWeights) -> str:

@@ -18,7 +18,7 @@ from worker.masks import MaskMaker
 from worker.program import executor_over, make_pool, swap_space
 from worker.programs.forwards import CompiledMethod, Methods, ProgramForwards
 from worker.programs.machine import platform_of, torch_version
-from worker.programs.metadata import ProgramMetadata, method_name, read_metadata
+from worker.programs.metadata import ProgramMetadata, method_name, own_constant, read_metadata
 from worker.programs.weight_store import map_weights
 from worker.swap import blocks_in
 from worker.torch_executor import TorchExecutor
@@ -55,8 +55,11 @@ def load_methods(path: Path, metadata: ProgramMetadata) -> Methods:
     def method(name: str) -> CompiledMethod:
         try:
             loaded = load_package(str(path), model_name=name, run_single_threaded=True)
-            # One copy for all methods, and it is ours.
-            loaded.load_constants(weights, check_full_update=True, user_managed=True)
+            # One copy for all methods, and it is ours. What a method does not read, as the zero points of symmetric
+            # codes, the compiler has left out of it.
+            wanted = {constant: (own_constant(name, constant), constant) for constant in loaded.get_constant_fqns()}
+            read = {to: weights[at] for to, names in wanted.items() for at in names if at in weights}
+            loaded.load_constants(read, check_full_update=True, user_managed=True)
         except RuntimeError as error:
             raise InvalidProgram(f"method {name} of {path} cannot be loaded: {error}", param="model") from error
         return _Loaded(loaded, weights)

@@ -86,6 +86,11 @@ def method_name(method: Method, width: int | None = None) -> str:
     return f"{method.value}_{width}" if method is Method.DECODE else method.value
 
 
+def own_constant(method: str, constant: str) -> str:
+    """The name in the archive of a constant that the compiler made for one method alone."""
+    return f"{method}.{constant}"
+
+
 def read_metadata(path: Path) -> ProgramMetadata:
     """Raises `InvalidProgram` where the file is no program, or its metadata does not hold together."""
     with open_archive(path) as archive:
