@@ -26,7 +26,7 @@ from worker.models.lora import LoraMatrices, Site, read_lora
 # Rows up to which each has programs of its own; beyond, matrices are read once for a tile of rows.
 FEW_ROWS = 32
 _COLUMNS = 128
-_MOST_LANES = 8
+_LANES = 8  # that share the slots out among them
 
 
 class _Tile(NamedTuple):
@@ -129,7 +129,7 @@ class LoraRows:
     def _add_to_rows(self, layer: int, site: Site, x: Tensor, product: Tensor) -> None:
         room, sizes = self._room.sites[site], self._room.sizes[site]
         narrow = x.new_empty((len(x), sizes.num_parts, sizes.room_rank), dtype=torch.float32)
-        ranks = 1 if len(x) <= 4 else 2 if len(x) <= 8 else 4
+        ranks = 1 if len(x) <= 4 else 4
         shrink_rows_kernel[(len(x), sizes.num_parts * sizes.room_rank // ranks)](
             x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow,
             **sizes.down, RANKS=ranks, DEPTH=min(4096 // ranks, next_power_of_2(sizes.num_inputs)), **self._launch(4),
@@ -147,13 +147,13 @@ class LoraRows:
         while sizes.num_inputs < 4 * splits * depth and splits > 1:
             splits //= 2
         narrow = x.new_empty((splits, num_rows, sizes.num_parts, sizes.room_rank), dtype=torch.float32)
-        num_tiles, lanes = -(-num_rows // tile.rows), min(_MOST_LANES, num_slots)
-        both = {"ROWS": tile.rows, "RANKS": RANK_BLOCK, "SPLITS": splits, "LANES": lanes}
-        shrink_tiles_kernel[(num_tiles, splits * sizes.num_parts * sizes.room_rank // RANK_BLOCK, lanes)](
+        num_tiles = -(-num_rows // tile.rows)
+        both = {"ROWS": tile.rows, "RANKS": RANK_BLOCK, "SPLITS": splits, "LANES": _LANES}
+        shrink_tiles_kernel[(num_tiles, splits * sizes.num_parts * sizes.room_rank // RANK_BLOCK, _LANES)](
             x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow, num_rows, num_slots,
             **sizes.down, **both, DEPTH=depth, **self._launch(4),
         )  # fmt: skip
-        expand_tiles_kernel[(num_tiles, sizes.column_blocks(_COLUMNS), lanes)](
+        expand_tiles_kernel[(num_tiles, sizes.column_blocks(_COLUMNS), _LANES)](
             narrow, self._row_slots, room.ups[0, layer], room.ranks[0, layer:], product, num_rows, num_slots,
             **sizes.up, **both, COLUMNS=_COLUMNS, **self._launch(tile.warps),
         )  # fmt: skip
