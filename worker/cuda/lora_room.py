@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from worker.models.lora import LoraMatrices, LowRank, Site, SiteShape, site_shap
 
 RANK_BLOCK = 16
 """Ranks that kernels take at a time: the least that a matrix instruction does."""
+
+
+class Zeros(Protocol):
+    def __call__(self, *sizes: int, dtype: torch.dtype) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +35,15 @@ class SiteMatrices:
     ranks: Tensor
 
     @classmethod
-    def zeros(
-        cls, shape: SiteShape, num_layers: int, room_rank: int, dtype: torch.dtype, device: torch.device, *slots: int
-    ) -> SiteMatrices:
-        def zeros(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(*slots, num_layers, *sizes, dtype=dtype, device=device)
-
-        downs = zeros(len(shape.outputs), room_rank, shape.num_inputs)
-        return cls(downs, zeros(shape.num_outputs, room_rank), zeros(dtype=torch.int32))
+    def made(cls, shape: SiteShape, room_rank: int, dtype: torch.dtype, zeros: Zeros) -> SiteMatrices:
+        """`zeros` makes what lies in memory of whatever kind, with layers, or slots and layers, in front."""
+        downs = zeros(len(shape.outputs), room_rank, shape.num_inputs, dtype=dtype)
+        return cls(downs, zeros(shape.num_outputs, room_rank, dtype=dtype), zeros(dtype=torch.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLora:
-    """An `AdapterMatrices`: laid out on the host as a slot is."""
+    """An `AdapterMatrices`: laid out as a slot is, in memory that the device copies from by itself."""
 
     revision: int
     sites: Mapping[Site, SiteMatrices]
@@ -89,30 +90,36 @@ class DeviceLoraRoom:
         self.room_rank = rounded_up(max_rank)
         self.dtype, self.device = dtype, device
         self.shapes = site_shapes(config)
+
+        def zeros(*sizes: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(num_slots, config.num_layers, *sizes, dtype=dtype, device=device)
+
         self.sites = {
-            site: SiteMatrices.zeros(shape, config.num_layers, self.room_rank, dtype, device, num_slots)
-            for site, shape in self.shapes.items()
+            site: SiteMatrices.made(shape, self.room_rank, dtype, zeros) for site, shape in self.shapes.items()
         }
         self.sizes = {site: SiteSizes.of(shape, self.sites[site]) for site, shape in self.shapes.items()}
 
     def pack(self, matrices: LoraMatrices) -> PackedLora:
         """On any thread. Matrices have no rank over the room's."""
-        host = torch.device("cpu")
+
+        def zeros(*sizes: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(self.num_layers, *sizes, dtype=dtype, pin_memory=self.device.type == "cuda")
+
         packed = {
-            site: SiteMatrices.zeros(shape, self.num_layers, self.room_rank, self.dtype, host)
-            for site, shape in self.shapes.items()
+            site: SiteMatrices.made(shape, self.room_rank, self.dtype, zeros) for site, shape in self.shapes.items()
         }
         for (layer, site), pairs in matrices.products.items():
             _lay_out(packed[site], layer, pairs, self.shapes[site].outputs)
         return PackedLora(matrices.revision, packed)
 
     def fill(self, slot: int, packed: PackedLora) -> None:
-        """Copy an adapter in, in place of what was there; takes no memory of the device."""
+        """Copy an adapter in, in place of what was there, on torch's current stream and without waiting for it. Takes no
+        memory of the device."""
         for site, matrices in packed.sites.items():
             room = self.sites[site]
-            room.downs[slot].copy_(matrices.downs)
-            room.ups[slot].copy_(matrices.ups)
-            room.ranks[slot].copy_(matrices.ranks)
+            room.downs[slot].copy_(matrices.downs, non_blocking=True)
+            room.ups[slot].copy_(matrices.ups, non_blocking=True)
+            room.ranks[slot].copy_(matrices.ranks, non_blocking=True)
 
 
 def _lay_out(into: SiteMatrices, layer: int, pairs: tuple[LowRank | None, ...], outputs: tuple[int, ...]) -> None:
