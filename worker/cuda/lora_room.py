@@ -113,8 +113,8 @@ class DeviceLoraRoom:
         return PackedLora(matrices.revision, packed)
 
     def fill(self, slot: int, packed: PackedLora) -> None:
-        """Copy an adapter in, in place of what was there, on torch's current stream and without waiting for it. Takes no
-        memory of the device."""
+        """Copy an adapter in, in place of what was there, on torch's current stream and without waiting for it. It
+        takes no memory of the device."""
         for site, matrices in packed.sites.items():
             room = self.sites[site]
             room.downs[slot].copy_(matrices.downs, non_blocking=True)
