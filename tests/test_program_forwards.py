@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.errors import InvalidConfiguration
 from planner.slices import Method, Slice
 from tests.tiny_models import save_tiny_model
 from tests.torch_rig import chunk, executor_of, load, run_step, token_of
@@ -21,7 +20,7 @@ from worker.config import EngineConfig, Quantization
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.program import Program
-from worker.programs.export import ExportSource, check_compiler, load_source, trace
+from worker.programs.export import ExportSource, load_source, trace
 from worker.programs.forwards import Methods, ProgramForwards, Rows, decode_ladder
 from worker.programs.metadata import ProgramMetadata
 from worker.programs.traced import TracedDecoder
@@ -268,8 +267,3 @@ def test_a_program_of_quantized_layers_names_the_weights_that_it_was_made_of(tmp
     assert quantized.info.weight_bytes < plain.info.weight_bytes
     save_tiny_model("qwen2", tmp_path, sizes={"hidden_size": 64, "intermediate_size": 112})
     assert source("int8").source_sha256 != plain.source_sha256
-
-
-def test_a_machine_without_a_compiler_is_told_so() -> None:
-    with pytest.raises(InvalidConfiguration, match="has no no-such-compiler: install one, or name another in CXX"):
-        check_compiler({"CXX": "no-such-compiler"})

@@ -7,8 +7,6 @@ compiler.
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 import tempfile
 import warnings
 import zipfile
@@ -42,6 +40,7 @@ from worker.programs.metadata import (
     own_constant,
     root_of,
 )
+from worker.programs.toolchain import check_compiler, compiling_for
 from worker.programs.traced import TracedDecoder, named_weights, plain_tensors
 from worker.programs.weight_store import write_weights
 
@@ -82,27 +81,18 @@ def export_program(source: ExportSource, output: Path, report: Report = lambda l
     module = TracedDecoder(source.decoder).eval()
     files: dict[str, Any] = {}
     weights = plain_tensors(module)
-    for method, width in [*((Method.DECODE, width) for width in source.info.widths), (Method.PREFILL, None)]:
-        name = method_name(method, width)
-        report(f"compiling {name}")
-        traced = trace(module, source.decoder, source.info, width)
-        fused = width == 1 and source.decoder.device.type == "cuda" and source.quantization == "int8"
-        files[name], constants = _compile(traced, _COMPILING | (_FUSED_PRODUCTS if fused else {}))
-        weights |= {own_constant(name, constant): tensor for constant, tensor in constants.items()}
+    with compiling_for(source.decoder.device):
+        for method, width in [*((Method.DECODE, width) for width in source.info.widths), (Method.PREFILL, None)]:
+            name = method_name(method, width)
+            report(f"compiling {name}")
+            traced = trace(module, source.decoder, source.info, width)
+            fused = width == 1 and source.decoder.device.type == "cuda" and source.quantization == "int8"
+            files[name], constants = _compile(traced, _COMPILING | (_FUSED_PRODUCTS if fused else {}))
+            weights |= {own_constant(name, constant): tensor for constant, tensor in constants.items()}
     report(f"writing {output}")
     metadata = _metadata(source, weights)
     _write(output, files, metadata, weights, source.text_files)
     return metadata
-
-
-def check_compiler(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises `InvalidConfiguration` where nothing compiles C++ here: what CXX names, else g++."""
-    name = environment.get("CXX") or "g++"
-    if shutil.which(name) is None:
-        raise InvalidConfiguration(
-            f"exporting compiles C++, and this machine has no {name}: install one, or name another in CXX",
-            param="output",
-        )
 
 
 def trace(module: TracedDecoder, decoder: Decoder, info: ProgramInfo, width: int | None) -> ExportedProgram:

@@ -1,0 +1,57 @@
+"""What a machine must have to compile programs, and how it is told what is missing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.cpp_extension import CUDA_HOME
+
+from planner.errors import InvalidConfiguration
+from worker.programs.toolchain import check_compiler, compiling_for, driver_library
+
+MAPS = """\
+55d0c8a00000-55d0c8a01000 r--p 00000000 08:01 1234 /usr/bin/python3.12
+7f2b9c000000-7f2b9c021000 rw-p 00000000 00:00 0
+7f2b9d400000-7f2b9d600000 r-xp 00000000 00:31 77 /usr/local/nvidia/lib 64/libcuda.so.580.159.03
+7f2b9e000000-7f2b9e100000 r-xp 00000000 08:01 78 /usr/lib/libcudart.so.13
+"""
+
+
+def test_a_machine_without_a_compiler_is_told_so() -> None:
+    with pytest.raises(InvalidConfiguration, match="has no no-such-compiler: install one, or name another in CXX"):
+        check_compiler({"CXX": "no-such-compiler"})
+
+
+def test_the_drivers_library_is_the_one_that_this_process_uses() -> None:
+    assert driver_library(MAPS) == Path("/usr/local/nvidia/lib 64/libcuda.so.580.159.03")
+
+
+def test_a_process_without_the_driver_knows_none() -> None:
+    assert driver_library(MAPS.replace("libcuda.so", "libother.so")) is None
+
+
+def test_compiling_for_a_cpu_needs_nothing_and_changes_nothing() -> None:
+    before = dict(os.environ)
+    with compiling_for(torch.device("cpu")):
+        assert dict(os.environ) == before
+
+
+@pytest.mark.skipif(CUDA_HOME is not None, reason="this machine has CUDA's toolkit")
+def test_a_machine_without_the_toolkit_is_told_so() -> None:
+    with (
+        pytest.raises(InvalidConfiguration, match="install it, or say in CUDA_HOME where it is"),
+        compiling_for(torch.device("cuda")),
+    ):
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_process_with_a_device_knows_its_driver() -> None:
+    torch.cuda.synchronize()
+    library = driver_library(Path("/proc/self/maps").read_text())
+    assert library is not None
+    assert library.is_file()
