@@ -110,13 +110,13 @@ _FULL: Final = Plan(
     max_num_seqs=288,
     num_gateways=4,
     num_clients=8,
-    mixed=MixedLoad(256, (100, 1000), repeats=(1, 3)),
+    mixed=MixedLoad(256, (100, 1000), repeats=(1, 4)),
     lost=LostLoad(64, input_len=200, output_len=600),
     prefixes=PrefixLoad(16, 3000, input_len=100, output_len=100, num_requests=500, rate=40.0, max_cells=36_000),
     moved=MovedCells(3500, 64, repeats=5),
     exact_requests=60,
     exact_tokens=(100, 300),
-    limits_s={Part.CELLS: 120, Part.MIXED: 190, Part.LOSSES: 110, Part.PREFIXES: 110, Part.EXACT: 130},
+    limits_s={Part.CELLS: 120, Part.MIXED: 240, Part.LOSSES: 110, Part.PREFIXES: 110, Part.EXACT: 130},
 )
 
 PLANS: Final[dict[Scale, Plan]] = {
