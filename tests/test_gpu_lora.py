@@ -96,7 +96,7 @@ def adapted_model(name: str) -> Adapted:
     return Adapted(model, matrices, requests, expected)
 
 
-@pytest.fixture(scope="module", params=["qwen3"] if INTERPRETED else ["qwen3", "qwen2"])
+@pytest.fixture(scope="module", params=["qwen3"] if INTERPRETED else ["qwen3", "llama"])
 def adapted(request: pytest.FixtureRequest) -> Adapted:
     return adapted_model(request.param)
 
@@ -199,6 +199,13 @@ def test_beside_matrices_of_eight_and_four_bits(adapted: Adapted, quantization: 
         expected += Rig(torch_executor(model)).answer([replace(request, adapter=None)])
     executor = replace(adapted, model=quantized).executor()
     assert Rig(executor, depth=2).answer(adapted.requests[:3]) == expected
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter")
+@pytest.mark.parametrize("name", ["qwen2", "biased"])
+def test_biases_and_sizes_that_no_tile_divides(name: str) -> None:
+    adapted = adapted_model(name)
+    assert Rig(adapted.executor(), depth=2, max_num_seqs=16).answer(adapted.requests) == adapted.expected
 
 
 @pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter")

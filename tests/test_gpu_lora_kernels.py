@@ -56,30 +56,34 @@ class Loaded:
         """Of rows with the adapters at these places, at every layer and site."""
         row_slots = self.slots.slots_of([None if place is None else self.adapter(place) for place in places])
         beside = self.slots.beside(torch.tensor(row_slots, dtype=torch.int32, device=DEVICE))
-        generator = torch.Generator().manual_seed(len(places))
+        without = [row for row, place in enumerate(places) if place is None]
+        generator = torch.Generator(device=DEVICE).manual_seed(len(places))
         for layer in range(self.config.num_layers):
             for site, shape in site_shapes(self.config).items():
-                x = torch.randn(len(places), shape.num_inputs, generator=generator).to(self.dtype)
-                before = torch.randn(len(places), shape.num_outputs, generator=generator).to(self.dtype)
-                product = before.to(DEVICE, copy=True)
-                beside.add(layer, site, x.to(DEVICE), product)
-                expected = before.double() + self._added(layer, site, x, places)
-                found, error = product.cpu().double(), MOST_ERROR[self.dtype]
-                told = f"{site} of layer {layer}: {{}}".format
-                torch.testing.assert_close(found, expected, rtol=error, atol=error * 4, msg=told)
-                without = [row for row, place in enumerate(places) if place is None]
-                assert torch.equal(product.cpu()[without], before[without]), (layer, site)
+
+                def random(columns: int) -> Tensor:
+                    values = torch.randn(len(places), columns, generator=generator, device=DEVICE)
+                    return values.to(self.dtype)
+
+                x, before = random(shape.num_inputs), random(shape.num_outputs)
+                product = before.clone()
+                beside.add(layer, site, x, product)
+                expected = before.double() + self._added(layer, site, x.double(), places)
+                error, told = MOST_ERROR[self.dtype], f"{site} of layer {layer}: {{}}".format
+                torch.testing.assert_close(product.double(), expected, rtol=error, atol=error * 4, msg=told)
+                assert torch.equal(product[without], before[without]), (layer, site)
 
     def _added(self, layer: int, site: Site, x: Tensor, places: list[int | None]) -> Tensor:
+        """float64, by the definition: one part beside the other, for the rows of each adapter."""
         outputs = site_shapes(self.config)[site].outputs
-        added = torch.zeros(len(places), sum(outputs), dtype=torch.float64)
-        for row, place in enumerate(places):
-            pairs = None if place is None else self.each[place].products.get((layer, site))
-            for part, pair in enumerate(pairs or ()):
+        added = x.new_zeros(len(places), sum(outputs))
+        for place in {place for place in places if place is not None}:
+            rows = [row for row, other in enumerate(places) if other == place]
+            for part, pair in enumerate(self.each[place].products.get((layer, site), ())):
                 if pair is not None:
-                    down, up = (matrix.to(self.dtype).double() for matrix in (pair.down, pair.up))
+                    down, up = (matrix.to(DEVICE, self.dtype).double() for matrix in (pair.down, pair.up))
                     first = sum(outputs[:part])
-                    added[row, first : first + outputs[part]] += x[row].double() @ down.T @ up
+                    added[rows, first : first + outputs[part]] = x[rows] @ down.T @ up
         return added
 
 
