@@ -113,6 +113,11 @@ class Planner:
         self.metrics.num_sequences_accepted += request.n
         return family.request_id
 
+    def has_begun(self, request_id: int) -> bool:
+        """Whether a live request has ever had a seat."""
+        family = self._families.get(request_id)
+        return family is not None and family.num_cached_tokens is not None
+
     def cancel(self, request_id: int, indices: Collection[int] | None = None) -> list[Update]:
         """End a request's sequences, or those of `indices`, and say so; nothing for what is unknown or has ended.
 

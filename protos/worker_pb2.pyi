@@ -32,14 +32,16 @@ FINISH_REASON_FAILED: FinishReason
 FINISH_REASON_REFUSED: FinishReason
 
 class Command(_message.Message):
-    __slots__ = ("submit", "cancel", "read")
+    __slots__ = ("submit", "cancel", "read", "recall")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
+    RECALL_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     read: Read
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., read: _Optional[_Union[Read, _Mapping]] = ...) -> None: ...
+    recall: Recall
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., read: _Optional[_Union[Read, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("request_id", "prompt", "max_tokens", "min_tokens", "stop_token_ids", "n", "priority", "prompt_logprobs", "sampling", "num_generated", "tenant", "timeout_ms", "traceparent", "pooling", "adapter")
@@ -138,6 +140,12 @@ class Cancel(_message.Message):
     indices: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, request_id: _Optional[int] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Recall(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    def __init__(self, request_id: _Optional[int] = ...) -> None: ...
+
 class Read(_message.Message):
     __slots__ = ("num_messages",)
     NUM_MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -145,20 +153,22 @@ class Read(_message.Message):
     def __init__(self, num_messages: _Optional[int] = ...) -> None: ...
 
 class StepUpdates(_message.Message):
-    __slots__ = ("info", "updates", "snapshot", "blocks", "totals", "adapters")
+    __slots__ = ("info", "updates", "snapshot", "blocks", "totals", "adapters", "beside_engine")
     INFO_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    BESIDE_ENGINE_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     updates: _containers.RepeatedCompositeFieldContainer[SequenceUpdate]
     snapshot: Snapshot
     blocks: Blocks
     totals: Totals
     adapters: Adapters
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., updates: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ...) -> None: ...
+    beside_engine: bool
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., updates: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., beside_engine: _Optional[bool] = ...) -> None: ...
 
 class Blocks(_message.Message):
     __slots__ = ("added", "removed")

@@ -58,7 +58,10 @@ async def serving(
         tracer=tracer,
     )
     info = engine.start()
-    server = DataPlaneServer(engine, info, worker_id, SECRET, 16, "127.0.0.1", options=options, credentials=credentials)
+    seats = limits.get("max_num_seqs", 16)
+    server = DataPlaneServer(
+        engine, info, worker_id, SECRET, seats, "127.0.0.1", options=options, credentials=credentials
+    )
     try:
         yield Worker(engine, executor, server, await server.start())
     finally:
@@ -117,6 +120,9 @@ class Gateway:
 
     async def cancel(self, request_id: int, *indices: int) -> None:
         await self.call.write(pb.Command(cancel=pb.Cancel(request_id=request_id, indices=indices)))
+
+    async def recall(self, request_id: int) -> None:
+        await self.call.write(pb.Command(recall=pb.Recall(request_id=request_id)))
 
     async def read_ends(self, *request_ids: int, index: int = 0) -> None:
         while not all((key, index) in self.ends or key in self.refusals for key in request_ids):

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.even_work import PACES, Burst, Knowledge, requests_of
 
-SEEDS = range(6)
+SEEDS = range(4)
 
 
 def busier_shares(num_gateways: int, knowledge: Knowledge) -> list[float]:
@@ -30,7 +30,7 @@ def test_that_takes_knowing_what_waits_in_inboxes() -> None:
 
 
 def test_that_takes_knowing_how_long_answers_will_be() -> None:
-    assert fmean(busier_shares(4, Knowledge(answers=False))) > fmean(busier_shares(4, Knowledge())) + 0.002
+    assert fmean(busier_shares(1, Knowledge(answers=False))) > fmean(busier_shares(1, Knowledge())) + 0.002
 
 
 def test_small_burst_runs_to_its_end() -> None:

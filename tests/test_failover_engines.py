@@ -20,7 +20,7 @@ from cluster.routing.router import Router
 from cluster.routing.streams import Streams
 from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from tests.company import STEP_TIME_S, Company, EngineWorker
-from tests.data_plane import SECRET, holding, serving
+from tests.data_plane import SECRET, attached, holding, serving
 from tests.fakes import FakeExecutor, expected_tokens, fake_request
 from tests.scripted_worker import until
 from tests.service_process import ROOT
@@ -109,6 +109,29 @@ async def test_a_worker_whose_executor_hangs_is_given_up_for_another() -> None:
         finally:
             await streams.close()
             await other.die()
+
+
+async def test_requests_of_others_do_not_make_a_hung_engine_look_alive() -> None:
+    """Its server tells every gateway of each of them."""
+    streams = Streams("served", SECRET, Router(max_waiting=100), FailoverLimits(stall_timeout_s=0.5))
+    async with serving(holding()) as hung, attached(hung.address) as others:
+        second = EngineWorker("worker-2")
+        try:
+            streams.set_members({"worker-1": Member("worker-1", hung.address)})
+            await until(lambda: len(streams._router.infos) == 1)
+            waiting = asyncio.create_task(check_answer(streams, fake_request([1, 2, 3], 20)))
+            await asyncio.to_thread(hung.executor.wait_launched, 1)
+            streams.set_members({"worker-1": Member("worker-1", hung.address), "worker-2": await second.start()})
+            for number in range(100):
+                if waiting.done():
+                    break
+                await others.submit(number, fake_request())
+                await asyncio.sleep(0.05)
+            assert waiting.done(), "five seconds of silence"
+            assert await waiting == 20
+        finally:
+            await streams.close()
+            await second.die()
 
 
 async def test_what_a_killed_gateway_had_asked_for_is_cancelled_within_a_second() -> None:

@@ -130,3 +130,17 @@ def test_an_engine_that_waits_is_woken_by_everything(tell: object) -> None:
     waiting.join(10)
     assert not waiting.is_alive()
     assert mail[0]
+
+
+def test_a_recall_is_for_live_keys_alone_and_comes_once_behind_the_submits() -> None:
+    inbox = opened()
+    inbox.submit("a", 2, REQUEST)
+    for key in (2, 1, 2, 7):
+        inbox.recall("a", key)
+    mail = inbox.take(wait=False)
+    assert [submit.key for submit in mail.submits] == [2]
+    assert list(mail.recalls) == [("a", 2), ("a", 1)]
+    assert mail.has_news
+    inbox.recall("a", 1)
+    inbox.forget([("a", 1)])
+    assert not inbox.take(wait=False).recalls

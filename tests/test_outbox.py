@@ -150,3 +150,28 @@ async def test_a_state_says_which_request_was_the_last_that_it_counts() -> None:
         outbox.note_sent()
         told.append(message.snapshot.newest_request)
     assert told == [0, 3]
+
+
+async def test_what_the_engine_has_no_part_in_is_no_sign_that_it_gets_on() -> None:
+    outbox = Outbox()
+    outbox.open(1, 1)
+
+    async def told() -> bool:
+        message = await outbox.next()
+        assert message is not None
+        outbox.note_sent()
+        outbox.note_read(outbox._num_sent)
+        return message.beside_engine
+
+    outbox.tell(SNAPSHOT, draining=False)
+    assert await told()
+    outbox.refuse(2, Unavailable("the inbox is full"))
+    assert await told()
+    outbox.beat()
+    assert not await told(), "nothing but words of others since the last beat"
+    outbox.tell(SNAPSHOT, draining=False)
+    outbox.add(StepReport((), SNAPSHOT), draining=False)
+    assert not await told()
+    outbox.beat()
+    outbox.tell(SNAPSHOT, draining=False)
+    assert await told(), "the engine has spoken since, so no beat is due"

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.routing.placement import Candidate, Candidates, Need, able, assign
+from cluster.routing.placement import Candidate, Candidates, Need, Surplus, able, assign, surplus
 from planner.errors import QueueFull, RaycombError, Unavailable
 from worker.queue_rate import LONGEST_RETRY_S
 
@@ -204,3 +204,33 @@ def test_more_of_its_prompt_resident_never_moves_a_request_away(
         warmer = list(cached)
         warmer[choice] += data.draw(counts)
         assert choose(need, workers, warmer) == choice or warmer[choice] == cached[choice]
+
+
+def surplus_of(*fleet: Candidate) -> dict[int, Surplus]:
+    table = Candidates()
+    for row, candidate in enumerate(fleet):
+        table[row] = candidate
+    return surplus(table, np.arange(len(fleet)))
+
+
+FULL = IDLE._replace(num_running=8, num_seats_wanted=13, num_waiting=5, queued_prefill_tokens=50)
+
+
+def test_what_waits_for_a_seat_would_find_one_elsewhere() -> None:
+    busy = IDLE._replace(num_running=5, num_seats_wanted=5)
+    assert surplus_of(FULL, busy) == {0: Surplus(5, 3)}
+    assert surplus_of(FULL, IDLE) == {0: Surplus(5, 5)}
+    assert surplus_of(FULL, FULL, busy._replace(num_seats_wanted=2)) == {0: Surplus(5, 5), 1: Surplus(5, 1)}
+
+
+def test_what_waits_for_cells_would_find_them_elsewhere() -> None:
+    starved = IDLE._replace(num_running=2, num_seats_wanted=4, num_waiting=2, queued_prefill_tokens=900, free_cells=100)
+    assert surplus_of(starved, IDLE) == {0: Surplus(2, 2)}
+    assert surplus_of(starved, starved) == {}
+
+
+def test_what_runs_in_a_moment_or_would_wait_elsewhere_too_stays() -> None:
+    arriving = IDLE._replace(num_seats_wanted=3, num_waiting=3, queued_prefill_tokens=60)
+    assert surplus_of(arriving, IDLE) == {}
+    assert surplus_of(FULL, FULL) == {}
+    assert surplus_of(FULL, IDLE._replace(accepts=False)) == {}

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.serving.front import free_ports
 from planner.blocks import block_hashes
-from planner.errors import ContextLengthExceeded, InvalidRequest, QueueFull
+from planner.errors import ContextLengthExceeded, InvalidRequest, QueueFull, Unavailable
 from planner.request import FinishReason, SamplingParams
 from protos import worker_pb2 as pb
 from tests.data_plane import FOREVER, Gateway, attached, holding, serving
@@ -159,6 +159,29 @@ async def test_all_gateways_hear_of_a_request_while_the_step_before_it_runs() ->
         assert (asking.newest_request, other.newest_request) == (8, 5)
         worker.executor.release()
         await asking.read_ends(8)
+
+
+async def test_a_request_that_has_not_begun_is_given_back_and_one_that_has_goes_on() -> None:
+    async with serving(holding(), max_num_seqs=2) as worker, attached(worker.address) as gateway:
+        requests = {key: fake_request(range(1, 4 + key), 6, n=2) for key in (1, 2, 3)}
+        await gateway.submit(1, requests[1])
+        await asyncio.to_thread(worker.executor.wait_launched, 1)
+        await gateway.submit(2, requests[2])
+        await gateway.submit(3, requests[3])
+        for key in (3, 1, 9):
+            await gateway.recall(key)
+        await gateway.submit(1, requests[1])
+        await gateway.read_ends(1)
+        # That refusal is written by the same reader, so the recalls before it are in the inbox.
+        assert isinstance(gateway.refusals.pop(1), InvalidRequest)
+        worker.executor.release()
+        await gateway.read_ends(1, 2, 3)
+        assert isinstance(gateway.refusals.pop(3), Unavailable)
+        assert not gateway.refusals
+        assert [gateway.tokens[key, 0] for key in (1, 2)] == [expected_tokens(requests[key]) for key in (1, 2)]
+        await gateway.submit(3, requests[3])  # its id is free again
+        await gateway.read_ends(3, index=1)
+        assert gateway.tokens[3, 1] == expected_tokens(requests[3], 1)
 
 
 async def test_a_full_inbox_is_a_refusal_that_says_when_to_come_back() -> None:

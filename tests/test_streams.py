@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from cluster.routing.failover import FailoverLimits
 from cluster.routing.generation import RemoteGeneration
 from cluster.routing.membership import Member, MembershipBoard, members_of
 from cluster.routing.outbox import Outbox
@@ -113,7 +114,7 @@ async def test_a_worker_that_is_gone_takes_nothing_while_another_goes_on() -> No
 
 async def test_a_retired_worker_finishes_what_runs_and_gets_nothing_new() -> None:
     worker = ScriptedWorker()
-    async with fleet_of(worker) as streams:
+    async with fleet_of(worker, limits=FailoverLimits(successor_s=0.0)) as streams:
         generation = streams.submit(request())
         await worker.heard()
         streams.set_members({})
@@ -134,6 +135,36 @@ async def test_a_draining_worker_makes_the_fleet_not_ready() -> None:
     async with fleet_of(worker) as streams:
         worker.say(snapshot=pb.Snapshot(capacity=1000, free_cells=1000, step=1, draining=True))
         await until(lambda: not streams.ready)
+
+
+@pytest.mark.parametrize("leaves", ["drains", "is no member any more"])
+async def test_a_request_between_the_last_of_the_old_workers_and_the_first_of_the_new_waits(leaves: str) -> None:
+    old, new = ScriptedWorker("a"), ScriptedWorker("b")
+    async with fleet_of(old) as streams:
+        if leaves == "drains":
+            old.say(snapshot=pb.Snapshot(capacity=1000, free_cells=1000, step=1, draining=True))
+        else:
+            streams.set_members({})
+        await until(lambda: not streams.ready)
+        generation = streams.submit(request())
+        await asyncio.sleep(0.2)
+        streams.set_members({"b": await new.start()})
+        command = await asyncio.wait_for(new.commands.get(), 10)
+        new.say(tokens(6, finish=FinishReason.STOP), request_id=command.submit.request_id)
+        assert [update.tokens for update in await generation.next()] == [(6,)]
+    await new.stop()
+
+
+async def test_where_no_worker_follows_a_request_is_refused_after_a_moment() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker, limits=FailoverLimits(successor_s=0.3)) as streams:
+        worker.say(snapshot=pb.Snapshot(capacity=1000, free_cells=1000, step=1, draining=True))
+        await until(lambda: not streams.ready)
+        generation = streams.submit(request())
+        with pytest.raises(Unavailable, match="no worker takes requests now"):
+            await generation.next()
+        with pytest.raises(Unavailable, match="no worker takes requests now"):
+            streams.submit(request())
 
 
 async def test_the_model_is_what_the_smallest_worker_can_do_and_stays_known() -> None:

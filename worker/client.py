@@ -52,6 +52,10 @@ class Client:
         """End all sequences of `key`, or those of `indices`, at the next step. Harmless after the end."""
         self._inbox.cancel(self, key, indices)
 
+    def recall(self, key: int) -> None:
+        """Have `key` refused with `Unavailable` if nothing of it has run yet. Harmless if it has."""
+        self._inbox.recall(self, key)
+
     def close(self) -> None:
         """Cancel everything, and hear no more than of the step that runs now. Harmless the second time."""
         self._inbox.close(self)

@@ -56,6 +56,12 @@ class Desk(Generic[C]):
         self._news[client].append((key, refusal))
         self._ended.append((client, key))
 
+    def give_back(self, request_id: int, refusal: RequestRefused) -> None:
+        """An accepted request of which nothing was told is refused after all."""
+        opened = self._open.pop(request_id)
+        del self._ids[opened.client][opened.key]
+        self.refuse(opened.client, opened.key, refusal)
+
     def note(self, updates: Iterable[Update]) -> None:
         """Put updates on their clients' next reports, and close the books of what they end."""
         for update in updates:

@@ -46,13 +46,14 @@ class Submit(Generic[C]):
 class Mail(Generic[C]):
     """All that came since the last look. To be applied in the order of the fields.
 
-    `cancels` maps (client, key) to the indices to cancel, None for all. `looks`: who wants to see what the engine
-    holds. `orders` are about adapters. `nudged`: the clients want to hear news.
+    `cancels` maps (client, key) to the indices to cancel, None for all; `recalls` are (client, key) in order. `looks`:
+    who wants to see what the engine holds. `orders` are about adapters. `nudged`: the clients want to hear news.
     """
 
     connects: list[C] = field(default_factory=list)
     submits: list[Submit[C]] = field(default_factory=list)
     cancels: dict[tuple[C, int], frozenset[int] | None] = field(default_factory=dict)
+    recalls: dict[tuple[C, int], None] = field(default_factory=dict)
     closes: list[C] = field(default_factory=list)
     looks: list[Future[EngineView]] = field(default_factory=list)
     orders: list[AdapterOrder] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Mail(Generic[C]):
     @property
     def has_news(self) -> bool:
         """Whether anything changes or is to be told."""
-        told = self.connects or self.submits or self.cancels or self.closes or self.orders
+        told = self.connects or self.submits or self.cancels or self.recalls or self.closes or self.orders
         return bool(told or self.nudged or self.stopping)
 
     def __bool__(self) -> bool:
@@ -124,6 +125,13 @@ class Inbox(Generic[C]):
             both = None if indices is None or before is None else before | frozenset(indices)
             self._mail.cancels[client, key] = both
             self._condition.notify()
+
+    def recall(self, client: C, key: int) -> None:
+        """Have a request refused that has not begun. Harmless for any other key."""
+        with self._condition:
+            if key in self._live.get(client, ()):
+                self._mail.recalls[client, key] = None
+                self._condition.notify()
 
     def close(self, client: C) -> None:
         """Harmless the second time."""
@@ -211,6 +219,7 @@ class Inbox(Generic[C]):
             for client, key in ended:
                 self._live.get(client, set()).discard(key)
                 self._mail.cancels.pop((client, key), None)
+                self._mail.recalls.pop((client, key), None)
 
     def _check_open(self) -> None:
         if self._refusing is not None:

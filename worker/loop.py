@@ -147,6 +147,8 @@ class Loop:
             request_id = self._desk.request_id(client, key)
             if request_id is not None:
                 self._note(self._planner.cancel(request_id, indices))
+        for client, key in mail.recalls:
+            self._recall(client, key)
         for client in mail.closes:
             for request_id in self._desk.request_ids(client):
                 self._note(self._planner.cancel(request_id))
@@ -171,6 +173,12 @@ class Loop:
             self._spans.queued(request_id, request)
             self._desk.accept(client, key, request_id, request.n)
             self._executor.prepare(request)
+
+    def _recall(self, client: Client, key: int) -> None:
+        request_id = self._desk.request_id(client, key)
+        if request_id is not None and not self._planner.has_begun(request_id):
+            self._spans.note(self._planner.cancel(request_id))
+            self._desk.give_back(request_id, Unavailable("the request was asked back before it had begun"))
 
     def _carry_out(self, orders: Collection[AdapterOrder]) -> None:
         """Matrices change under no step in flight."""

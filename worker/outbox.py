@@ -44,7 +44,8 @@ class Outbox:
         self._num_unread_ends = 0
         self._num_unread_messages = 0
         self._num_sent = 0
-        self._num_sent_at_beat = 0
+        self._engine_spoke = False
+        self._engine_spoke_since_beat = False
         self._is_sending = False
         self._finished = False
         self._hung_up = False
@@ -76,7 +77,8 @@ class Outbox:
         self._note_end()
         self._news.set()
 
-    def add(self, report: StepReport, *, draining: bool) -> None:
+    def add(self, report: StepReport, *, draining: bool, of_engine: bool = True) -> None:
+        """`of_engine`: whether it is the engine that reports."""
         for request_id, news in report.updates:
             if isinstance(news, RequestRefused):
                 del self._open[request_id]
@@ -87,21 +89,23 @@ class Outbox:
                 self._updates[key] = news if before is None else merged(before, news)
                 if news.finish_reason is not None:
                     self._note_end()
+        self._engine_spoke |= of_engine
         self.tell(report.snapshot, draining=draining)
         self._blocks.note(report.blocks)
         self._totals = report.totals or self._totals
         self._adapters = self._adapters if report.adapters is None else report.adapters
 
     def tell(self, snapshot: Snapshot, *, draining: bool) -> None:
-        """Give out the worker's state of this moment, which counts every request that has come."""
+        """Give out the worker's state of this moment, with every request that has come. Not the engine's word."""
         self._snapshot = wire.snapshot_to_proto(snapshot, draining=draining, newest_request=self._newest_request)
         self._news.set()
 
     def beat(self) -> None:
-        """The engine gets on: if the gateway waits for it and has had no message since the last beat, give out one."""
-        if self._open and self._num_sent == self._num_sent_at_beat:
+        """The engine gets on: if the gateway waits for it and was not told so since the last beat, tell it."""
+        if self._open and not self._engine_spoke_since_beat:
+            self._engine_spoke = True
             self._news.set()
-        self._num_sent_at_beat = self._num_sent
+        self._engine_spoke_since_beat = False
 
     def finish(self) -> None:
         """Give out what there is, wait for all of it to be read, and then give out nothing more."""
@@ -132,7 +136,9 @@ class Outbox:
             # A gateway's transport drops what it has not handed over when the stream ends under one of its writes.
             await self._all_read.wait()
             return None
-        message = pb.StepUpdates(snapshot=self._snapshot)
+        message = pb.StepUpdates(snapshot=self._snapshot, beside_engine=not self._engine_spoke)
+        self._engine_spoke_since_beat |= self._engine_spoke
+        self._engine_spoke = False
         if self._totals is not None:
             message.totals.CopyFrom(totals_to_proto(self._totals))
         if self._adapters is not None:

@@ -173,6 +173,8 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
                     self._tell_soon()
                 case "cancel":
                     client.cancel(command.cancel.request_id, tuple(command.cancel.indices) or None)
+                case "recall":
+                    client.recall(command.recall.request_id)
                 case "read":
                     outbox.note_read(command.read.num_messages)
                 case None:
@@ -196,10 +198,11 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
 
         return listen
 
-    def _add(self, report: StepReport, outbox: Outbox, *, draining: bool) -> None:
+    def _add(self, report: StepReport, outbox: Outbox, *, draining: bool, of_engine: bool = True) -> None:
         """With what has come since the report was made: gateways count upon hearing of all that they had asked for."""
         totals = None if report.totals is None else self.totals(report.totals)
-        outbox.add(replace(report, snapshot=self._engine.snapshot, totals=totals), draining=draining)
+        told = replace(report, snapshot=self._engine.snapshot, totals=totals)
+        outbox.add(told, draining=draining, of_engine=of_engine)
         if self._telling is not None:
             self._telling.cancel()
             self._telling = None
@@ -223,7 +226,7 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
         draining = self._engine.state is not EngineState.RUNNING
         report = StepReport((), self._engine.snapshot, totals=self._engine.totals)
         for outbox in self._outboxes:
-            self._add(report, outbox, draining=draining)
+            self._add(report, outbox, draining=draining, of_engine=False)
 
 
 def _submit(submit: pb.Submit, client: Client, outbox: Outbox) -> None:

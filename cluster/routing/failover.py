@@ -25,6 +25,8 @@ class FailoverLimits:
 
     * `timeout_s`: how long a run waits for a worker before it fails.
     * `max_failovers`: how many workers one sequence may lose; one more and it fails, since it may be what kills them.
+    * `successor_s`: where all workers drain or are gone, how long new requests wait for the one that may replace the
+      last of them.
     * `stall_timeout_s`: a worker that says nothing for so long while it has something to run counts as lost. One that
       gets on within a long step says so every other second.
     """
@@ -32,6 +34,7 @@ class FailoverLimits:
     timeout_s: float = 60.0
     max_failovers: int = 3
     stall_timeout_s: float = 60.0
+    successor_s: float = 3.0
 
 
 class Failover:
@@ -75,7 +78,7 @@ class Failover:
         to end; its client hears every other refusal.
         """
         run.refused_by.add(worker_id)
-        if run.num_losses:
+        if run.was_accepted:
             self._waiting[run] = refusal.message
             self._try_after(RETRY_S)
             return
@@ -84,13 +87,19 @@ class Failover:
         else:
             run.refuse(refusal)
 
+    def recalled(self, run: Run) -> None:
+        """A worker gave back what had waited there; no stream knows it any more. It goes where it is served first."""
+        run.was_accepted, run.waits_since = True, self._loop.time()
+        self._waiting[run] = "the request was moved from one worker to another"
+        self._try_after(0.0)
+
     def begin(self, run: Run, refusal: RequestRefused | None = None) -> None:
         """Start a new request's run now, or in a moment if a worker is expected; else it ends with `refusal`, if that
         is given, or with what `start` raised."""
         try:
             self._start(run)
         except RequestRefused as why_not:
-            if isinstance(why_not, Unavailable) and self._expects_worker():
+            if isinstance(why_not, Unavailable) and self._expects_worker() and not self._closed:
                 self._waiting[run] = why_not.message
                 self._try_after(RETRY_S)
             else:
@@ -121,7 +130,7 @@ class Failover:
         self._timer = None
         nobody_has_room = False
         for run, reason in list(self._waiting.items()):
-            if not run.num_losses and not run.over:
+            if not run.was_accepted and not run.over:
                 del self._waiting[run]
                 self.begin(run)
                 continue

@@ -12,16 +12,18 @@ MAX_SUBMITS = 1024
 
 
 class Outbox:
-    """What was read, then submits in order, then cancels. Owner: one worker's stream, on the gateway's event loop.
+    """What was read, then submits in order, then recalls, then cancels. Owner: one worker's stream, on the gateway's
+    event loop.
 
-    Only submits are bounded by number; cancels are at most one for each request that lives on the stream, since
-    those of one request are merged. A request that is cancelled before it was written is not written at all.
+    Only submits are bounded by number; recalls and cancels are at most one for each request that lives on the stream,
+    since cancels of one request are merged. A request that is cancelled before it was written is not written at all.
     """
 
     def __init__(self, max_submits: int = MAX_SUBMITS) -> None:
         self._max_submits = max_submits
         self._submits: dict[int, pb.Submit] = {}
         self._cancels: dict[int, set[int] | None] = {}  # None: all indices
+        self._recalls: dict[int, None] = {}
         self._num_read: int | None = None
         self._filled = asyncio.Event()
 
@@ -33,12 +35,19 @@ class Outbox:
         self._filled.set()
 
     def cancel(self, request_id: int, indices: Collection[int] | None) -> None:
+        self._recalls.pop(request_id, None)
         if indices is None and self._submits.pop(request_id, None) is not None:
             self._cancels.pop(request_id, None)
             return
         known = self._cancels.get(request_id, set())
         self._cancels[request_id] = None if indices is None or known is None else known | set(indices)
         self._filled.set()
+
+    def recall(self, request_id: int) -> None:
+        """Ask a request back, of which the worker knows."""
+        if request_id not in self._cancels:
+            self._recalls[request_id] = None
+            self._filled.set()
 
     def note_read(self, num_messages: int) -> None:
         """Tell the worker that so many messages were read; only the newest number is sent."""
@@ -47,7 +56,7 @@ class Outbox:
 
     async def take(self) -> pb.Command:
         """The next command; waits for one."""
-        while not self._submits and not self._cancels and self._num_read is None:
+        while not (self._submits or self._recalls or self._cancels) and self._num_read is None:
             self._filled.clear()
             await self._filled.wait()
         if self._num_read is not None:
@@ -55,6 +64,9 @@ class Outbox:
             return pb.Command(read=pb.Read(num_messages=num_messages))
         if self._submits:
             return pb.Command(submit=self._submits.pop(next(iter(self._submits))))
+        if self._recalls:
+            request_id, _ = self._recalls.popitem()
+            return pb.Command(recall=pb.Recall(request_id=request_id))
         request_id = next(iter(self._cancels))
         indices = self._cancels.pop(request_id)
         return pb.Command(cancel=pb.Cancel(request_id=request_id, indices=sorted(indices or ())))

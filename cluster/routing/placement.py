@@ -129,6 +129,32 @@ def assign(need: Need, candidates: Candidates, rows: Int64Array, cached_tokens: 
     return int(best[turn % len(best)])
 
 
+class Surplus(NamedTuple):
+    """Of a worker without room for what waits there: requests that wait, and how many of them would find room
+    elsewhere."""
+
+    num_waiting: int
+    num_elsewhere: int
+
+
+def surplus(candidates: Candidates, rows: Int64Array) -> dict[int, Surplus]:
+    """By row, those of int64[n] `rows` where requests wait for seats or cells while other workers that take requests
+    have both. What there is elsewhere goes to those with the most to give."""
+    column = {name: candidates.column(name)[rows] for name in Candidate._fields}
+    waiting, queued = column["num_waiting"], column["queued_prefill_tokens"]
+    seats = column["max_num_seqs"] - column["num_seats_wanted"]
+    lacks_room = (waiting > 0) & ((seats < 0) | (queued > column["free_cells"]))
+    has_room = (column["accepts"] > 0) & (queued < column["free_cells"])
+    num_free = int(seats[has_room].clip(min=0).sum())
+    found: dict[int, Surplus] = {}
+    for place in sorted(np.flatnonzero(lacks_room).tolist(), key=lambda place: -int(waiting[place])):
+        taken = min(num_free, int(waiting[place]))
+        num_free -= taken
+        if taken:
+            found[int(rows[place])] = Surplus(int(waiting[place]), taken)
+    return found
+
+
 def _expected_waits(need: Need, candidates: Candidates, rows: Int64Array, cached_tokens: Int64Array) -> Int64Array:
     """Generations of running sequences that must end first, and below them the tokens before the first token."""
     column = {name: candidates.column(name)[rows] for name in Candidate._fields}

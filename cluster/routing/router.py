@@ -13,7 +13,7 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from cluster.routing.placement import Candidate, Candidates, Need, able, assign
+from cluster.routing.placement import Candidate, Candidates, Need, Surplus, able, assign, surplus
 from cluster.routing.residents import ResidentIndex
 from planner.blocks import BlockChanges, block_hashes
 from planner.errors import RaycombError, Unavailable
@@ -214,6 +214,10 @@ class Router:
         view.sent[request_id] = view.unseen[request_id] = sent
         self._judge(view)
         return view.info.worker_id
+
+    def surplus(self) -> dict[str, Surplus]:
+        """By id, the workers at which requests wait that would find room elsewhere."""
+        return {self._by_row[row].info.worker_id: found for row, found in surplus(self._candidates, self._rows).items()}
 
     def _rows_for(self, request: Request, avoid: Collection[str]) -> npt.NDArray[np.int64]:
         """Of workers that may run it as far as it is concerned. Raises `Unavailable` where none has its adapter."""

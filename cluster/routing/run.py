@@ -31,6 +31,7 @@ class Run:
     * `num_losses`: how often these sequences have lost their worker before.
     * `waits_since`: when they last lost one, on the event loop's clock; for a first run, when it was made.
     * `refused_by`: workers that did not take it since.
+    * `was_accepted`: whether a worker had taken it, or what it goes on with: then no worker's refusal is its end.
     * `loss`: why its worker gave it up, once it has.
     """
 
@@ -49,6 +50,7 @@ class Run:
         self.waits_since = waits_since
         self.num_losses = num_losses
         self.refused_by: set[str] = set()
+        self.was_accepted = num_losses > 0
         self.loss: WorkerLost | None = None
         self._indices = tuple(indices)
         self._num_scores_told = num_scores_told

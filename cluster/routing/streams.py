@@ -15,6 +15,7 @@ from cluster.routing.failover import Failover, FailoverLimits
 from cluster.routing.fleet import ServedModel, WorkerReport
 from cluster.routing.generation import RemoteGeneration
 from cluster.routing.membership import Members
+from cluster.routing.rebalance import Rebalancer
 from cluster.routing.router import Predictions, Router
 from cluster.routing.run import Run
 from cluster.routing.worker_stream import WorkerStream
@@ -55,9 +56,11 @@ class Streams:
         self._failover = Failover(self._start, self._limits, self._expects_worker)
         self._next_request_id = 1
         self._last_model: ServedModel | None = None
+        self._last_left_at: float | None = None  # the membership
         self.fault: BaseException | None = None
         self._streams: dict[str, WorkerStream] = {}
         self._tasks: dict[asyncio.Task[None], WorkerStream] = {}
+        self._rebalancer = Rebalancer(router, self._streams, self._meter)
 
     @property
     def model(self) -> ServedModel | None:
@@ -104,6 +107,7 @@ class Streams:
         """Open streams to new members; retire those of workers that left, which end when they are idle."""
         for worker_id in self._streams.keys() - members.keys():
             self._streams.pop(worker_id).retire()
+            self._last_left_at = asyncio.get_running_loop().time()
         for worker_id in sorted(members.keys() - self._streams.keys()):
             stream = WorkerStream(
                 members[worker_id],
@@ -119,6 +123,7 @@ class Streams:
             task = asyncio.create_task(stream.run(), name=f"stream {worker_id}", context=contextvars.Context())
             self._tasks[task] = stream
             task.add_done_callback(self._ended)
+        self._rebalancer.start()
 
     def submit(self, request: Request) -> RemoteGeneration:
         generation = RemoteGeneration(self._next_request_id, request)
@@ -131,13 +136,19 @@ class Streams:
         return generation
 
     def _expects_worker(self) -> bool:
-        """Whether a stream is being opened for the first time: where workers are replaced one by one, the last of the
-        old may leave in the moment in which the first of the new comes."""
-        return any(stream.opening for stream in self._streams.values())
+        """Whether a stream is being opened for the first time, or a worker has just begun to drain: where workers are
+        replaced one by one, the last of the old may leave in the moment in which the first of the new comes, and which
+        of the two is heard of first is chance."""
+        if any(stream.opening for stream in self._streams.values()):
+            return True
+        recent = asyncio.get_running_loop().time() - self._limits.successor_s
+        left_at = (self._last_left_at, *(stream.drains_since for stream in self._tasks.values()))
+        return any(at is not None and at > recent for at in left_at)
 
     async def close(self) -> None:
         """Break every stream; what runs ends as lost, and the workers cancel it."""
         self._failover.close()
+        self._rebalancer.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

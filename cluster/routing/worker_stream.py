@@ -16,6 +16,7 @@ from dataclasses import replace
 import grpc
 from opentelemetry.trace import Tracer
 
+from cluster.routing.backlog import Backlog
 from cluster.routing.cancel_watch import CancelWatch
 from cluster.routing.fleet import WorkerReport
 from cluster.routing.last_report import LastReport
@@ -24,7 +25,7 @@ from cluster.routing.outbox import Outbox
 from cluster.routing.run import Run
 from cluster.routing.stream_listeners import RunKeeper, StreamObserver
 from cluster.telemetry.gateway_meter import GatewayMeter
-from cluster.telemetry.run_spans import CANCELLED, ENDED, RunEnd, RunSpans, lost, refused
+from cluster.telemetry.run_spans import CANCELLED, ENDED, MOVED, RunEnd, RunSpans, lost, refused
 from planner.errors import RaycombError, RequestRefused, Unavailable, WorkerLost
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc as pb_grpc
@@ -52,6 +53,7 @@ class WorkerStream:
 
     A worker that has something to run and says nothing for `stall_timeout_s` hangs: the stream is broken off, and
     the worker gets nothing more before its engine has spoken again. `opening`: it is being opened for the first time.
+    `drains_since`: on the event loop's clock.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class WorkerStream:
         # Weak: the run of a generation that its owner forgot to cancel ends here too, not with its budget.
         self._runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
         self._finalizers: dict[int, weakref.finalize[..., Run]] = {}
+        self.backlog = Backlog()
         self._heard_at = 0.0
+        self.drains_since: float | None = None
         self._stalled = False
         self._open = False
         self.opening = True
@@ -114,7 +118,16 @@ class WorkerStream:
         finalizer = weakref.finalize(run, self._loop.call_soon_threadsafe, self._cancel, request_id, None)
         finalizer.atexit = False
         self._finalizers[request_id] = finalizer
+        if run.request.adapter is None and not run.was_accepted:  # others may lack it; nobody moves twice
+            self.backlog.sent(request_id)
         run.start(lambda indices: self._cancel(request_id, indices))
+
+    def recall(self, count: int) -> int:
+        """Ask the last `count` of the backlog back, or all; how many. The worker gives those that have not begun."""
+        newest = self.backlog.recall(count)
+        for request_id in newest:
+            self._outbox.recall(request_id)
+        return len(newest)
 
     def retire(self) -> None:
         """The worker left the membership: take nothing more, let what runs end, then close."""
@@ -194,7 +207,7 @@ class WorkerStream:
             self._join(hello)
         num_messages = 0
         async for message in messages:
-            if self._stalled:  # the hello came from the server; this comes from the engine
+            if self._stalled and not message.beside_engine:
                 self._stalled = False
                 self._join(hello)
             self._dispatch(message)
@@ -243,6 +256,8 @@ class WorkerStream:
     def _dispatch(self, message: pb.StepUpdates) -> None:
         if message.HasField("snapshot"):
             self._last_report.take(message)
+            if message.snapshot.draining and self.drains_since is None:
+                self.drains_since = self._loop.time()
             if (report := self.report) is not None:
                 newest = message.snapshot.newest_request
                 self._observer.observe(
@@ -253,22 +268,24 @@ class WorkerStream:
         if message.HasField("adapters"):
             adapters = map(adapter_from_proto, message.adapters.adapters)
             self._observer.equip(self.member.worker_id, tuple(adapters))
-        self._heard_at = self._loop.time()
+        now = self._loop.time()
+        if not message.beside_engine:
+            self._heard_at = now
         losses: dict[int, tuple[Run, WorkerLost]] = {}
         for entry in message.updates:
             num_cached = entry.num_cached_tokens if entry.tokens else None
             if entry.finish_reason:
                 is_refusal = entry.finish_reason == pb.FINISH_REASON_REFUSED
-                self._cancels.ended(entry.request_id, self._heard_at, whole=is_refusal)
+                self._cancels.ended(entry.request_id, now, whole=is_refusal)
             self._observer.settle(self.member.worker_id, entry.request_id, num_cached)
             run = self._runs.get(entry.request_id)
             if run is None:
                 continue  # cancelled here; the worker's last words for it are on their way
             update = update_from_proto(entry)
             if isinstance(update, RequestRefused):
-                self._forget(entry.request_id, refused(update))
-                self._keeper.refused(run, self.member.worker_id, update)
+                self._take_back(entry.request_id, run, update)
                 continue
+            self.backlog.heard_of(entry.request_id)
             run.deliver(update)
             if run.loss is not None:
                 losses[entry.request_id] = run, run.loss
@@ -278,6 +295,14 @@ class WorkerStream:
             self._spans.end(request_id, lost(loss))
             self._cancel(request_id, None)
             self._keeper.lost([run], loss)
+
+    def _take_back(self, request_id: int, run: Run, refusal: RequestRefused) -> None:
+        if self.backlog.was_recalled(request_id):
+            self._forget(request_id, MOVED)
+            self._keeper.recalled(run)
+        else:
+            self._forget(request_id, refused(refusal))
+            self._keeper.refused(run, self.member.worker_id, refusal)
 
     def _cancel(self, request_id: int, indices: Collection[int] | None) -> None:
         if request_id not in self._finalizers:
@@ -290,6 +315,7 @@ class WorkerStream:
     def _forget(self, request_id: int, end: RunEnd) -> None:
         self._spans.end(request_id, end)
         self._observer.settle(self.member.worker_id, request_id)
+        self.backlog.forget(request_id)
         if (run := self._runs.pop(request_id, None)) is not None:
             run.stop()
         finalizer = self._finalizers.pop(request_id, None)

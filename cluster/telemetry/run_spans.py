@@ -23,7 +23,8 @@ NUM_GENERATED: Final = "raycomb.num_generated"
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """Why a worker has a run no more. `error`: it refused it, or was lost; None: all of it ended, or was cancelled."""
+    """Why a worker has a run no more. `error`: it refused it, or was lost; None: all of it ended, or was cancelled, or
+    it had not begun and was asked back."""
 
     word: str
     error: RaycombError | None = None
@@ -31,6 +32,7 @@ class RunEnd:
 
 ENDED: Final = RunEnd("ended")
 CANCELLED: Final = RunEnd("cancelled")
+MOVED: Final = RunEnd("moved")
 
 
 class RunSpans:
