@@ -14,7 +14,7 @@ part and `REST` of each further one.
 
 Launched as programmatic dependents, every program waits before it leaves: if all left without, the kernel behind would
 begin before the one in front has ended. Matrices and slots are written between steps only, so those of lone rows are
-asked for before.
+asked for before; and the first kernel lets the second one begin at once, to ask for its own.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -44,6 +44,7 @@ def shrink_rows_kernel(
     weight = tl.load(down + depth[None, :], mask=(first < rank) & (depth < K)[None, :], other=0.0)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     if first >= rank:
         return
     value = tl.load(x + row * K + depth, mask=depth < K, other=0.0)
@@ -53,8 +54,6 @@ def shrink_rows_kernel(
         weight = tl.load(down + (k + depth)[None, :], mask=inside[None, :], other=0.0)
         value = tl.load(x + row * K + k + depth, mask=inside, other=0.0)
         acc += weight.to(tl.float32) * value.to(tl.float32)[None, :]
-    if PDL:
-        gdc_launch_dependents()
     into = narrow + (row * PARTS + part) * R + first + tl.arange(0, RANKS)
     tl.store(into, tl.sum(acc, axis=1))
 
@@ -114,6 +113,7 @@ def shrink_tiles_kernel(
     every SPLITS-th stretch of K."""
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     blocks: tl.constexpr = R // RANKS
     split, block = tl.program_id(1) % SPLITS, tl.program_id(1) // SPLITS
@@ -148,6 +148,7 @@ def expand_tiles_kernel(
     """Grid (tiles of rows, blocks of columns, LANES). A row has one slot, so no two programs add to one element."""
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slots = tl.load(row_slots + rows, mask=rows < num_rows, other=-1)
     rows = rows.to(tl.int64)[:, None]
