@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -24,7 +25,8 @@ from worker.masks import BitMask, ConstrainedRow
 from worker.vocabulary import Vocabulary, VocabularySource
 
 MAX_COMPILED: Final = 128  # grammars that are kept for the next request that has them
-_MAX_THREADS: Final = 8
+_MAX_THREADS: Final = 16
+_MAX_SPELLED: Final = 4096  # texts whose ids are remembered
 
 
 @dataclass(slots=True)
@@ -45,7 +47,7 @@ class Grammars:
         self._tokenizer = self._background.submit(_make_tokenizer, vocabulary)
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._states: dict[int, _State] = {}
-        self._filler = LLExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2)))
+        self._filler = LLExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) * 3 // 4)))
 
     def prepare(self, grammar: str) -> None:
         """Begin to compile, unless that was done."""
@@ -160,7 +162,9 @@ class _Spellings:
         self.bos_token_id = None
         self.tokens = vocabulary.tokens
         self.special_token_ids = sorted(vocabulary.special)
-        self._encode = vocabulary.encode
+        # What a grammar leaves no choice in (a key, a comma) is asked again and again, by threads that would wait for
+        # the interpreter's lock.
+        self._encode = lru_cache(_MAX_SPELLED)(vocabulary.encode)
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text.decode(errors="replace") if isinstance(text, bytes) else text)

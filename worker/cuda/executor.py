@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +31,7 @@ from worker.cuda.graphs import Draw
 from worker.cuda.host_draws import HostDraws
 from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.outcomes import Drawn, StepRun
+from worker.cuda.pinned_pages import PinnedPages
 from worker.cuda.prefill import PrefillChain
 from worker.cuda.prefill_graphs import Prefill, PrefillGraphs
 from worker.cuda.prefill_plan import plan_prefill
@@ -85,7 +85,7 @@ class CudaExecutor:
         self._shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
         self._slots = Slots(slots_needed(info.widths[-1]))
         self._grammars = grammars or NoMasks()
-        self._host_draws = HostDraws(self._grammars, decode.draw, self._upload_array)
+        self._host_draws = HostDraws(self._grammars, decode.draw, PinnedPages(self._device).upload)
         self._failed: set[int] = set()  # sequences that the planner does not know yet to have failed
         self._in_flight: deque[StepRun] = deque()
 
@@ -326,10 +326,7 @@ class CudaExecutor:
 
     def _upload(self, values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
         """int64[n] on the device, without waiting for it."""
-        return self._upload_array(np.asarray(values, dtype=np.int64))
-
-    def _upload_array(self, values: npt.NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(values)
+        tensor = torch.from_numpy(np.asarray(values, dtype=np.int64))
         if self._device.type != "cuda":
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
