@@ -29,6 +29,7 @@ from worker.programs.captured import CapturedMethods
 from worker.programs.forwards import CompiledMethod, Methods, ProgramForwards, Rows, padded
 from worker.programs.metadata import ProgramMetadata
 from worker.programs.on_gpu import chunk_lengths, warm_up
+from worker.sampler import Draw
 
 pytestmark = [
     pytest.mark.gpu,
@@ -177,6 +178,7 @@ class Noted:
 
     def __init__(self) -> None:
         self.runs: list[tuple[int, Method, int]] = []
+        self.draws: list[int] = []
 
     @property
     def num_beats(self) -> int:
@@ -186,6 +188,11 @@ class Noted:
         self.runs.append((len(batch.tokens), method, len(wanted)))
         assert all(max(piece.chunk.cells) < 100 for piece in batch.pieces)
         return AnyLogits()
+
+    def draw_rows(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        assert len(logits) == len(draws)
+        self.draws.append(len(draws))
+        return logits.argmax(dim=-1)
 
 
 class AnyLogits:
@@ -198,7 +205,8 @@ class AnyLogits:
 
 def test_the_start_runs_the_widest_prefill_with_the_logits_of_every_row(model: Model) -> None:
     noted, info = Noted(), model.info(100, (1, 2, 4), max_prefill_tokens=128)
-    warm_up(noted, info, 100)
+    warm_up(noted, noted.draw_rows, info, 100)
+    assert max(noted.draws) == 4, "as many as the widest decode has"
     assert noted.runs[0] == (100, Method.PREFILL, 100), "no more cells than there are"
     assert noted.runs[1:] == [
         (1, Method.DECODE, 1),

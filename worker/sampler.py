@@ -50,18 +50,17 @@ class Draw:
         return bool(self.masked or self.sampling.logit_bias or self.sampling.needs_history)
 
 
+DrawRows: TypeAlias = Callable[[Tensor, Sequence["Draw"]], Tensor]
+"""Draws one token a row from float32[N, vocab_size], which stay as they are; int64[N]. As `sample` does."""
+
+
 def sample(logits: Tensor, draws: Sequence[Draw], race: Race = torch_race) -> Tensor:
     """Draw one token a row from float32[N, vocab_size]; int64[N]. `logits` stay as they are.
 
     Order: repetition, frequency and presence penalty, bad words, bias, masks; temperature; min-p, top-k, top-p; then
     `race`, any form of `worker.race` that runs on the device of `logits`.
     """
-    changed = [row for row, draw in enumerate(draws) if draw.changes_logits]
-    if changed:
-        logits = logits.clone()
-        for row in changed:
-            adjust(logits[row], draws[row], lambda values: torch.from_numpy(values).to(logits.device))
-        forbid(logits, draws)
+    logits = adjusted(logits, draws)
     random = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
     if not random:
         return logits.argmax(dim=-1)
@@ -72,6 +71,18 @@ def sample(logits: Tensor, draws: Sequence[Draw], race: Race = torch_race) -> Te
     rows = torch.tensor(random, device=logits.device)
     tokens[rows] = _sample_random(logits.index_select(0, rows), random_draws, race)
     return tokens
+
+
+def adjusted(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """`logits` float32[N, vocab_size] with what these N draws change of them: a copy, where there is any such thing."""
+    changed = [row for row, draw in enumerate(draws) if draw.changes_logits]
+    if not changed:
+        return logits
+    logits = logits.clone()
+    for row in changed:
+        adjust(logits[row], draws[row], lambda values: torch.from_numpy(values).to(logits.device))
+    forbid(logits, draws)
+    return logits
 
 
 def adjust(logits: Tensor, draw: Draw, upload: Upload) -> None:

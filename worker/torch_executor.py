@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from worker.forwards import Forwards, SelectedLogits
 from worker.logprobs import token_logprobs
 from worker.masks import BitMask, MaskMaker, NoMasks, constrained_row
 from worker.race import torch_race
-from worker.sampler import Draw, sample
+from worker.sampler import Draw, DrawRows, sample
 from worker.swap import SwapSpace, run_swaps
 
 # Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
@@ -62,16 +63,18 @@ class TorchExecutor:
         grammars: MaskMaker | None = None,
         port: CellPort | None = None,
         adapters: AdapterSlots | None = None,
+        draw_rows: DrawRows | None = None,
     ) -> None:
         """`forwards`: of the program that `info` describes; `swap`: with as many blocks as it says, None for none. On
         the CPU this compiles a kernel, once a machine. `grammars` are the executor's own from here on; without them no
-        request can have one. `adapters` are those that `forwards` computes with."""
+        request can have one. `adapters` are those that `forwards` computes with. `draw_rows`: how tokens are drawn; by
+        torch unless given."""
         self._info = info
         self._forwards = forwards
         self._swap = swap
         self._port = port
         self._adapters = adapters
-        self._race = compile_cpu_race() if info.device == "cpu" else torch_race
+        self._draw_rows = draw_rows or partial(sample, race=compile_cpu_race() if info.device == "cpu" else torch_race)
         self._grammars = grammars or NoMasks()
         self._side = ThreadPoolExecutor(1, thread_name_prefix="masks")  # computes masks while a forward runs
         self._masks: Future[Masks] | None = None  # of the running step
@@ -163,7 +166,7 @@ class TorchExecutor:
             logits, pieces = logits[good_rows], [pieces[row] for row in good_rows]
         if not pieces:
             return
-        tokens = sample(logits, [_draw(piece.chunk, masks.get(piece.index)) for piece in pieces], self._race).tolist()
+        tokens = self._draw_rows(logits, [_draw(piece.chunk, masks.get(piece.index)) for piece in pieces]).tolist()
         for piece, token in zip(pieces, tokens, strict=True):
             runs[piece.index].token = token
         asked = [row for row, piece in enumerate(pieces) if piece.chunk.sampling.logprobs is not None]

@@ -23,6 +23,7 @@ from worker.config import EngineConfig
 from worker.cuda.memory import cells_that_fit, pinned_swap, trial_chunks
 from worker.cuda.mover import CudaMover
 from worker.cuda.prefill_graphs import PREFILL_WIDTHS
+from worker.cuda.row_draws import RowDraws
 from worker.executor import ProgramInfo
 from worker.forwards import Forwards
 from worker.kv_pool import KvPool
@@ -32,7 +33,7 @@ from worker.program import make_pool
 from worker.programs.captured import CapturedMethods
 from worker.programs.forwards import Methods, ProgramForwards, decode_ladder
 from worker.programs.metadata import ProgramMetadata
-from worker.sampler import Draw, sample
+from worker.sampler import Draw, DrawRows
 from worker.torch_executor import TorchExecutor
 
 logger = logging.getLogger(__name__)
@@ -43,10 +44,11 @@ _SMALL_CHUNKS = (1, 3, 40)
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A pool, and what runs over it."""
+    """A pool, what runs over it, and what draws from the logits."""
 
     pool: KvPool
     forwards: Forwards
+    draw_rows: DrawRows
 
 
 def build_on_gpu(
@@ -65,8 +67,9 @@ def build_on_gpu(
         pool = make_pool(config, replace(info, num_cells=num_cells))
         captured = capture_methods(metadata, Methods(decodes, methods.prefill), pool) if config.cuda_graph else None
         forwards = ProgramForwards(metadata, pool, decodes, methods.prefill, captured)
-        warm_up(forwards, info, num_cells)
-        return _Running(pool, forwards)
+        draw_rows = RowDraws(info.widths[-1], info.vocab_size, pool.keys.device)
+        warm_up(forwards, draw_rows, info, num_cells)
+        return _Running(pool, forwards, draw_rows)
 
     told = config.max_cells or metadata.cells
     try:
@@ -82,10 +85,10 @@ def build_on_gpu(
     logger.info("sized in %.1f s, captured in %.1f s", sized - began, time.perf_counter() - sized)
     info, pool = replace(info, num_cells=num_cells), running.pool
     port = PoolPort(CudaMover(pool), CellLayout.of(info))
-    return TorchExecutor(info, running.forwards, pinned_swap(info, pool), masks, port)
+    return TorchExecutor(info, running.forwards, pinned_swap(info, pool), masks, port, draw_rows=running.draw_rows)
 
 
-def warm_up(forwards: Forwards, info: ProgramInfo, num_cells: int) -> None:
+def warm_up(forwards: Forwards, draw_rows: DrawRows, info: ProgramInfo, num_cells: int) -> None:
     """Run what is large or slow the first time: the widest prefill that `num_cells` hold, giving the logits of every
     row, as log probabilities of prompts need them; prefills of few tokens, since the library has kernels of its own for
     each number of rows; and as many draws as there may be. Raises what torch raises where there is no room."""
@@ -98,7 +101,7 @@ def warm_up(forwards: Forwards, info: ProgramInfo, num_cells: int) -> None:
             batch = cut(chunks, Slice(0, width, method), wanted=lambda index: True)
             assert batch is not None
             logits = forwards.run(batch, method, range(width)).rows(range(min(width, info.widths[-1])))
-            sample(logits, [Draw(SamplingParams(temperature=1.0, top_p=0.9), 1)] * len(logits))
+            draw_rows(logits, [Draw(SamplingParams(temperature=1.0, top_p=0.9), 1)] * len(logits))
             del logits
 
 

@@ -1,0 +1,49 @@
+"""Draws from rows of logits on the device, by its sampler, where settings come with the rows and not from slots.
+
+For executors that keep nothing of their sequences on the device. What the sampler does not do (penalties, biases,
+masks, grammars) is done to a copy of the logits before, as on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from worker.cuda.sampler import GpuSampler
+from worker.sampler import Draw, adjusted
+
+
+class RowDraws:
+    """A `worker.sampler.DrawRows`. Owner: the executor."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        """More than `max_rows` rows are drawn in several launches."""
+        self._sampler = GpuSampler(max_rows, vocab_size, device)
+        self._slots = torch.arange(max_rows, dtype=torch.int32, device=device)
+
+    def __call__(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        """One token a row of float32[N, vocab_size]; int64[N]. Rows are finite, and stay as they are."""
+        logits = adjusted(logits, draws)
+        if all(draw.sampling.greedy for draw in draws):
+            return logits.argmax(dim=-1)
+        tokens, bad = torch.empty((2, len(draws)), dtype=torch.int32, device=logits.device).unbind(0)
+        at_once = len(self._slots)
+        for first in range(0, len(draws), at_once):
+            rows = slice(first, first + at_once)
+            self._draw(logits[rows], draws[rows], tokens[rows], bad[rows])
+        return tokens.to(torch.int64)
+
+    def _draw(self, logits: Tensor, draws: Sequence[Draw], tokens: Tensor, bad: Tensor) -> None:
+        params, device = [draw.sampling for draw in draws], logits.device
+        floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+        temperature, top_p, min_p = torch.tensor(floats, dtype=torch.float32, device=device).unbind(0)
+        # The sampler draws for the position behind as many as there are.
+        integers = [[p.top_k for p in params], [draw.position - 1 for draw in draws]]
+        top_k, length = torch.tensor(integers, dtype=torch.int32, device=device).unbind(0)
+        # The same 64 bits, as a torch integer has a sign.
+        signed = [p.seed - 2**64 if p.seed >= 2**63 else p.seed for p in params]
+        seed = torch.tensor(signed, dtype=torch.int64, device=device)
+        slots = self._slots[: len(draws)]
+        self._sampler.sample(logits, slots, temperature, top_k, top_p, min_p, seed, length, tokens, bad)
