@@ -82,11 +82,14 @@ def test_what_is_left_to_draw_decides_between_workers_that_are_equal_otherwise()
     assert choose(Need(10, 1), [long, short]) == 1
 
 
-def test_a_resident_prefix_outweighs_somewhat_longer_answers_and_not_any() -> None:
-    """A prompt of 500 tokens, 450 of them resident at the second worker."""
-    behind = IDLE._replace(num_running=4, answer_tokens=1000)
-    assert choose(Need(500, 1), [IDLE, behind], [0, 450]) == 1
-    assert choose(Need(500, 1), [IDLE, behind._replace(answer_tokens=2000)], [0, 450]) == 0
+def test_for_even_work_no_first_token_waits_longer_than_a_step() -> None:
+    long = IDLE._replace(num_running=4, answer_tokens=10_000)
+    for num_queued, chosen in ((30, 1), (200, 0)):
+        assert choose(Need(10, 1), [long, IDLE._replace(num_running=4, queued_prefill_tokens=num_queued)]) == chosen
+
+
+def test_a_resident_prefix_outweighs_longer_answers() -> None:
+    assert choose(Need(500, 1), [IDLE, IDLE._replace(answer_tokens=10_000)], [0, 450]) == 1
 
 
 def test_a_worker_without_a_free_seat_is_the_last_choice() -> None:

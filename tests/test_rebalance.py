@@ -66,6 +66,26 @@ async def test_what_waits_moves_to_a_worker_that_comes_and_every_answer_is_right
     assert len(first.executor.prepared) + len(second.executor.prepared) >= len(asked)
 
 
+async def test_what_waits_at_a_worker_that_is_taken_away_goes_to_another_and_what_runs_ends_there() -> None:
+    streams = Streams("served", SECRET, Router(max_waiting=100))
+    slow = FakeExecutor(step_time_s=STEP_TIME_S)
+    asked = [fake_request([key, 2, 3], 100) for key in range(6)]
+    async with serving(slow, worker_id="a", max_num_seqs=2) as first, serving(worker_id="b", max_num_seqs=4) as second:
+        try:
+            streams.set_members({"a": Member("a", first.address)})
+            await until(lambda: streams.ready)
+            answers = asyncio.gather(*(answer_of(streams.submit(request), request.n) for request in asked))
+            await until(lambda: first.engine.snapshot.num_running == 2)
+            streams.set_members({"a": Member("a", first.address), "b": Member("b", second.address)})
+            await until(lambda: len(streams._router.infos) == 2)
+            streams.set_members({"b": Member("b", second.address)})
+            assert [tokens[0] for tokens in await answers] == [expected_tokens(request) for request in asked]
+            assert second.engine.metrics.num_requests_submitted >= 4
+            assert first.engine.metrics.finished[FinishReason.LENGTH] == 2
+        finally:
+            await streams.close()
+
+
 @dataclass
 class FakeGiver:
     backlog: Backlog = field(default_factory=Backlog)

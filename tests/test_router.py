@@ -70,8 +70,9 @@ def test_a_worker_that_has_less_left_to_draw_gets_more() -> None:
 
 def test_answers_are_expected_to_be_as_long_as_the_workers_were() -> None:
     """Answers that end one token in ten are short, whatever their budget; those that nothing ends are as long as it."""
-    router = router_of("a", "b")
+    router = Router(max_waiting=16)
     for worker_id in "ab":
+        router.join(info(worker_id, max_prefill_tokens=4096))
         told_so = replace(snapshot(1), ends_per_token=0.1)
         router.observe(worker_id, told_so, draining=False, newest_request=0)
     ending = replace(request(), max_tokens=400, stop_token_ids=frozenset({1}))

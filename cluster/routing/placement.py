@@ -31,8 +31,9 @@ second copy is as soon computed as the first is waited for. Measured: `benchmark
 
 ANSWER_WEIGHT = 2
 """A token that is still to be drawn counts so often: about what it costs of a full step beside one of a prompt. It does
-not delay a first token, but where all else is equal work is to be even, and what is left to draw tells more of that
-than how many run. Measured: `benchmarks/even_work.py`, `docs/decisions.md`."""
+not delay a first token, but work is to be even, and what is left to draw tells more of that than how many run. A worker
+with more of it than the others counts for at most one full step more: no first token waits longer for the sake of even
+work. Measured: `benchmarks/even_work.py`, `docs/decisions.md`."""
 
 _GENERATION = 2**40
 """More than any number of tokens: generations of running sequences are compared first."""
@@ -168,7 +169,8 @@ def _expected_waits(need: Need, candidates: Candidates, rows: Int64Array, cached
     uncached = np.maximum(1, need.prompt_tokens - np.where(hot, 0, cached_tokens))
     decodes = -(-(queued + uncached) // width) * column["num_running"]
     waits: Int64Array = generations * _GENERATION + queued + RECOMPUTED_WEIGHT * uncached + decodes
-    waits += ANSWER_WEIGHT * column["answer_tokens"]
+    answers = column["answer_tokens"]
+    waits += (ANSWER_WEIGHT * (answers - answers.min())).clip(max=width)
     return waits
 
 

@@ -104,10 +104,14 @@ class Streams:
         return sum(stream.num_live for stream in self._tasks.values()) + self._failover.num_waiting
 
     def set_members(self, members: Members) -> None:
-        """Open streams to new members; retire those of workers that left, which end when they are idle."""
+        """Open streams to new members; retire those of workers that left, which end when they are idle. What has not
+        begun there is asked back if others take requests."""
         for worker_id in self._streams.keys() - members.keys():
-            self._streams.pop(worker_id).retire()
+            leaving = self._streams.pop(worker_id)
+            leaving.retire()
             self._last_left_at = asyncio.get_running_loop().time()
+            if self._router.ready:  # what waits there can begin elsewhere
+                leaving.recall(leaving.backlog.num_movable)
         for worker_id in sorted(members.keys() - self._streams.keys()):
             stream = WorkerStream(
                 members[worker_id],
