@@ -17,8 +17,10 @@ from tests.tiny_models import save_tiny_model
 from tests.torch_rig import chunk, executor_of, load, run_step, token_of
 from worker.batch import Batch, cut
 from worker.config import EngineConfig, Quantization
+from worker.cuda.packed import pack_weights
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
+from worker.models.decoder import Decoder
 from worker.program import Program
 from worker.programs.export import ExportSource, load_source, trace
 from worker.programs.forwards import Methods, ProgramForwards, Rows, decode_ladder
@@ -250,6 +252,22 @@ def test_quantized_layers_are_traced_as_the_plain_tensors_that_they_consist_of(
     assert any(buffer.dtype in (torch.int8, torch.uint8) for _, buffer in module.named_buffers())
     prefill = trace(module, program.decoder, program.info, None).module()
     decode = trace(module, program.decoder, program.info, 1).module()
+    traced = Traced(program, metadata_of(program), prefill, {1: decode})
+    traced.compare(batch_of(5, 3), Method.PREFILL, [4, 7])
+    traced.compare(batch_of(3), Method.PREFILL, [2])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_packed_matrices_are_traced_as_words_and_scales(tmp_path: Path, quantization: Quantization) -> None:
+    save_tiny_model("qwen2", tmp_path, sizes={"hidden_size": 64, "intermediate_size": 96})
+    program = load(str(tmp_path), max_prefill_tokens=W, min_prefill_tokens=M)
+    decoder = program.decoder
+    packed = Decoder(decoder.config, pack_weights(decoder.weights, quantization), decoder.context)
+    program = replace(program, decoder=packed)
+    module = TracedDecoder(packed).eval()
+    assert any(name.endswith("qkv__codes") for name, _ in module.named_buffers())
+    prefill = trace(module, packed, program.info, None).module()
+    decode = trace(module, packed, program.info, 1).module()
     traced = Traced(program, metadata_of(program), prefill, {1: decode})
     traced.compare(batch_of(5, 3), Method.PREFILL, [4, 7])
     traced.compare(batch_of(3), Method.PREFILL, [2])

@@ -59,8 +59,15 @@ class PackedMatrix(Tensor):
         values = words[:, :, 1:] + words[:, :, :1] * codes.view(*self.scales.shape, GROUP)
         return values.flatten(1).to(self.dtype)
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scales"], None
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype]]:
+        return ["codes", "scales"], (self.bits, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        parts: Mapping[str, Tensor], context: tuple[int, torch.dtype], shape: Any, stride: Any
+    ) -> PackedMatrix:
+        bits, dtype = context
+        return PackedMatrix(bits, parts["codes"], parts["scales"], dtype)
 
     @classmethod
     def __torch_function__(
@@ -85,7 +92,10 @@ class PackedMatrix(Tensor):
 
 
 def _linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
-    return functional.linear(x, values_of(weight), bias)
+    from worker.packed_op import packed_linear  # which needs this module
+
+    product = packed_linear(x, weight)
+    return product if bias is None else product + bias
 
 
 def values_of(matrix: Tensor) -> Tensor:

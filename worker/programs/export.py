@@ -27,6 +27,7 @@ from worker.attention_op import plan_attention
 from worker.config import EngineConfig, Quantization
 from worker.executor import ProgramInfo
 from worker.kv_pool import KvPool
+from worker.machine import choose_device
 from worker.models.decoder import Decoder
 from worker.models.weights import DecoderWeights
 from worker.program import load_program
@@ -54,9 +55,6 @@ _COMPILING: dict[str, Any] = {
     "aot_inductor.use_runtime_constant_folding": False,
     "cpp.dynamic_threads": True,  # as many as torch has when the program runs, not when it was made
 }
-# On a GPU a product of one row with int8 weights is worth a kernel that reads them as they are: otherwise all weights
-# become 16 bits wide first, at each step. With this the compiler makes one, trying sizes of tiles for a minute or so.
-_FUSED_PRODUCTS: dict[str, Any] = {"coordinate_descent_tuning": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +84,7 @@ def export_program(source: ExportSource, output: Path, report: Report = lambda l
             name = method_name(method, width)
             report(f"compiling {name}")
             traced = trace(module, source.decoder, source.info, width)
-            fused = width == 1 and source.decoder.device.type == "cuda" and source.quantization == "int8"
-            files[name], constants = _compile(traced, _COMPILING | (_FUSED_PRODUCTS if fused else {}))
+            files[name], constants = _compile(traced)
             weights |= {own_constant(name, constant): tensor for constant, tensor in constants.items()}
     report(f"writing {output}")
     metadata = _metadata(source, weights)
@@ -118,10 +115,11 @@ def trace(module: TracedDecoder, decoder: Decoder, info: ProgramInfo, width: int
         return torch.export.export(module, arguments, dynamic_shapes=shapes, strict=False)
 
 
-def _compile(traced: ExportedProgram, options: dict[str, Any]) -> tuple[list[Any], dict[str, Tensor]]:
+def _compile(traced: ExportedProgram) -> tuple[list[Any], dict[str, Tensor]]:
     """Files of compiled code, as `package_aoti` takes them, and constants that the compiler itself has made."""
+    options = dict(_COMPILING)
     if traced.example_inputs[0][0].device.type == "cpu":  # whose kernels of int4 read the size of a group from one
-        options = options | {"aot_inductor.package_constants_on_disk_format": "pickle_weights"}
+        options |= {"aot_inductor.package_constants_on_disk_format": "pickle_weights"}
     with torch.no_grad(), warnings.catch_warnings():
         # torch's own use of a class that it deprecates.
         warnings.filterwarnings("ignore", message=".*treespec", category=FutureWarning)
@@ -221,6 +219,7 @@ def export_model(
 def load_source(config: EngineConfig, widths: tuple[int, ...], text_files: Mapping[str, bytes]) -> ExportSource:
     """The model that `config` names, as a program with decodes of `widths` is made of it."""
     hashes: list[str] = []
-    program = load_program(config, keep_blocks=False, see_weights=lambda read: hashes.append(hash_weights(read)))
+    on_gpu = choose_device(config).type == "cuda"  # where packed matrices are traced, too, and blocks are never kept
+    program = load_program(config, keep_blocks=on_gpu, see_weights=lambda read: hashes.append(hash_weights(read)))
     info = replace(program.info, widths=widths)
     return ExportSource(info, program.decoder, config.quantization, hashes[0], config.max_cells, text_files)

@@ -16,6 +16,7 @@ import torch
 from planner.errors import InvalidConfiguration
 from planner.request import SamplingParams
 from planner.slices import Method, Slice
+from worker import packed_op as packed_op  # programs of packed matrices call its operator
 from worker.attention_op import distinct_windows
 from worker.batch import cut
 from worker.cell_image import CellLayout

@@ -1,0 +1,63 @@
+"""Products with packed matrices by any number of rows, against the values that the matrices stand for.
+
+Runs on a GPU, or in Triton's interpreter: TRITON_INTERPRET=1 pytest tests/test_gpu_packed_rows.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.cuda_rig import DEVICE, INTERPRETED
+from worker.cuda.packed import PackedMatrix, pack_int4, pack_int8
+from worker.cuda.packed_rows import product_of_rows, tile_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device"),
+]
+# The interpreter multiplies bfloat16 matrices wrongly.
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+MOST_ERROR = 1e-6 if INTERPRETED else 1e-2
+Pack = Callable[[Tensor], PackedMatrix]
+
+
+def error(num_rows: int, num_columns: int, depth: int, pack: Pack) -> float:
+    torch.manual_seed(num_rows)
+    matrix = pack(torch.randn(num_columns, depth, device=DEVICE).to(DTYPE))
+    # Rows that lie apart, as slices of something wider do.
+    x = torch.randn(num_rows, depth + 32, device=DEVICE).to(DTYPE)[:, :depth]
+    found, expected = product_of_rows(x, matrix), functional.linear(x.double(), matrix.values().double())
+    assert found.dtype == DTYPE
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4])
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 33, 64, 65])
+def test_any_number_of_rows_is_multiplied_with_the_values(num_rows: int, pack: Pack) -> None:
+    assert error(num_rows, 128, 512, pack) < MOST_ERROR
+
+
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4])
+def test_shapes_that_the_kernel_does_not_take_are_multiplied_alike(pack: Pack) -> None:
+    assert tile_of(3, 96, 512) is None
+    assert error(3, 96, 512, pack) < MOST_ERROR
+    assert tile_of(3, 128, 96) is None
+    assert error(3, 128, 96, pack) < MOST_ERROR
+
+
+def test_narrow_matrices_are_cut_along_k_until_the_device_is_busy() -> None:
+    narrow, wide, odd = tile_of(1, 1024, 4096), tile_of(20, 28_672, 4096), tile_of(64, 64, 384)
+    assert narrow is not None
+    assert wide is not None
+    assert odd is not None
+    assert (narrow.rows, narrow.splits) == (16, 8)
+    assert (wide.rows, wide.splits) == (32, 1)
+    assert (odd.rows, odd.splits) == (64, 1)
+    assert tile_of(65, 1024, 4096) is None
