@@ -135,7 +135,7 @@ def _compiling(config: Any) -> Any:
     from worker.programs.traced import TracedDecoder
     from worker.torch_executor import TorchExecutor
 
-    program = load_program(config, keep_blocks=config.device == "cuda")
+    program = load_program(config, keep_blocks=False)
     info, model = program.info, program.decoder.config
     module = TracedDecoder(program.decoder).eval()
     metadata = ProgramMetadata(

@@ -126,10 +126,9 @@ def load_program(
 ) -> Program:
     """Load the model and settle every number that the configuration left open.
 
-    Without `keep_blocks` all weights are plain tensors, or torchao's, which tracing and copying need. With it they are
-    as the engine's own kernels want them: matrices that a GGUF file has in blocks stay so on a CPU in float32, and
-    weights of eight and four bits are packed on a GPU. `see_weights` is called with
-    the weights as they were read, before they are quantized.
+    Without `keep_blocks` all weights are tensors that can be traced. With it matrices that a GGUF file has in blocks
+    stay so where they can be multiplied with: on a CPU in float32. Weights of eight and four bits are packed on a GPU,
+    and torchao's on a CPU. `see_weights` is called with the weights as they were read, before they are quantized.
     """
     path = Path(config.model)
     device = choose_device(config)
@@ -139,7 +138,7 @@ def load_program(
     least = _min_prefill(config)
     read = _weights(config, model, source, dtype, device, keep_blocks)
     see_weights(read)
-    packed = keep_blocks and device.type == "cuda" and config.quantization in PACKED
+    packed = device.type == "cuda" and config.quantization in PACKED
     weights = (pack_weights if packed else quantize_weights)(read, config.quantization)
     cells = _cells_named(config, dtype, device)
     cell_bytes = bytes_per_cell(model.num_layers, model.num_kv_heads, model.head_dim, cell_dtype(cells, dtype))

@@ -1,5 +1,7 @@
 """Quantizes a decoder's layers through torchao: their matrices become tensors that multiply by its kernels.
 
+On a GPU for fp8 alone: weights of eight and four bits are `worker.cuda.packed` there.
+
 What is quantized is the layers' `qkv`, `output`, `gate_up` and `down`; all else keeps the model's dtype.
 """
 
@@ -22,9 +24,8 @@ _GROUP_SIZE = 32
 _MATRICES = ("qkv", "output", "gate_up", "down")
 # Rows and columns of a matrix that products of fp8 take at a time.
 _FP8_TILE = 16
-# The first GPUs with products of fp8, and of int4 by tensor cores.
+# The first GPUs with products of fp8.
 _FP8_CAPABILITY = (8, 9)
-_INT4_CAPABILITY = (8, 0)
 
 
 def least_prefill(quantization: Quantization) -> int:
@@ -76,7 +77,7 @@ def _fp8(matrix: Tensor, name: str) -> Any:
             f"fp8 takes matrices of a multiple of {_FP8_TILE} columns and rows; {name} has {columns} and {rows}",
             param="quantization",
         )
-    if not _has_capability(matrix, _FP8_CAPABILITY):
+    if matrix.device.type != "cuda" or torch.cuda.get_device_capability(matrix.device) < _FP8_CAPABILITY:
         raise InvalidConfiguration(
             "fp8 needs a GPU of compute capability 8.9 or more; int8 and int4 work on any device",
             param="quantization",
@@ -93,22 +94,6 @@ def _int4(matrix: Tensor, name: str) -> Any:
             f"int4 takes matrices of a multiple of {_GROUP_SIZE} columns and 16 rows; {name} has {columns} and {rows}",
             param="quantization",
         )
-    if matrix.device.type == "cpu":
-        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
-        return PrototypeInt4WeightOnlyConfig(group_size=_GROUP_SIZE, set_inductor_config=False)
-    if matrix.dtype != torch.bfloat16:
-        raise InvalidConfiguration(f"int4 on a GPU computes in bfloat16, not {matrix.dtype}", param="dtype")
-    if not _has_capability(matrix, _INT4_CAPABILITY):
-        raise InvalidConfiguration(
-            "int4 needs a GPU of compute capability 8.0 or more; int8 works on any device", param="quantization"
-        )
-    from torchao.quantization import Int4WeightOnlyConfig
-
-    return Int4WeightOnlyConfig(
-        group_size=_GROUP_SIZE, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
-    )
-
-
-def _has_capability(matrix: Tensor, least: tuple[int, int]) -> bool:
-    return matrix.device.type == "cuda" and torch.cuda.get_device_capability(matrix.device) >= least
+    return PrototypeInt4WeightOnlyConfig(group_size=_GROUP_SIZE, set_inductor_config=False)

@@ -27,7 +27,6 @@ from worker.attention_op import plan_attention
 from worker.config import EngineConfig, Quantization
 from worker.executor import ProgramInfo
 from worker.kv_pool import KvPool
-from worker.machine import choose_device
 from worker.models.decoder import Decoder
 from worker.models.weights import DecoderWeights
 from worker.program import load_program
@@ -219,7 +218,6 @@ def export_model(
 def load_source(config: EngineConfig, widths: tuple[int, ...], text_files: Mapping[str, bytes]) -> ExportSource:
     """The model that `config` names, as a program with decodes of `widths` is made of it."""
     hashes: list[str] = []
-    on_gpu = choose_device(config).type == "cuda"  # where packed matrices are traced, too, and blocks are never kept
-    program = load_program(config, keep_blocks=on_gpu, see_weights=lambda read: hashes.append(hash_weights(read)))
+    program = load_program(config, keep_blocks=False, see_weights=lambda read: hashes.append(hash_weights(read)))
     info = replace(program.info, widths=widths)
     return ExportSource(info, program.decoder, config.quantization, hashes[0], config.max_cells, text_files)
