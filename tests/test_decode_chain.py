@@ -55,8 +55,8 @@ BIASED = DecodeShape(
 )  # fmt: skip
 
 PACKED = DecodeShape(
-    hidden=256, num_heads=4, num_kv_heads=2, head_dim=32, ffn=384, vocab_size=203, context=64,
-    norm_eps=1e-5, dtype=torch.float32, windows=(None,) * 2, qkv_bias=True, bits=8,
+    hidden=128, num_heads=4, num_kv_heads=1, head_dim=32, ffn=256, vocab_size=203, context=64,
+    norm_eps=1e-5, dtype=torch.float32, windows=(None,), qkv_bias=True, bits=8,
 )  # fmt: skip
 PACKED4 = replace(PACKED, bits=4)
 
@@ -90,7 +90,7 @@ def packed_gemv(attention: AttentionTile) -> DecodePlan:
 def packed_split(attention: AttentionTile) -> DecodePlan:
     tile = LinearTile(rows=16, columns=64, depth=128, splits=1, stages=2, warps=4, swap=True)
     head = LinearTile(rows=16, columns=32, depth=32, splits=1, stages=2, warps=2, swap=True)
-    return DecodePlan(4, Chain.SPLIT_K, attention, linear=LinearTiles(tile, tile, tile, replace(tile, splits=3), head))
+    return DecodePlan(4, Chain.SPLIT_K, attention, linear=LinearTiles(tile, tile, tile, replace(tile, splits=2), head))
 
 
 CASES = {

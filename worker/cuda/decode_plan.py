@@ -263,17 +263,18 @@ def _packed_gemv(shape: DecodeShape, small: bool) -> GemvTiles | None:
 
 def _packed_linear(shape: DecodeShape, width: int, small: bool) -> LinearTiles | None:
     """The plain ones, with weights as the tensor cores' 64-row operand and K in steps that words can be cut into."""
-    plain = _linear(shape, width, small)
-    if plain is None or any(k % _PACKED_DEPTH for k in (shape.hidden, shape.query_columns, shape.ffn)):
+    assert shape.bits is not None
+    plain, step = _linear(shape, width, small), 32 * _PACKED_WORDS // shape.bits
+    if plain is None or any(k % step for k in (shape.hidden, shape.query_columns, shape.ffn)):
         return None
 
     def packed(tile: LinearTile, n: int, k: int) -> LinearTile | None:
-        splits = tile.splits
-        while k % (splits * _PACKED_DEPTH):
+        splits, stages = tile.splits, 3 if tile.rows == 64 else 4
+        while k % (splits * step):
             splits //= 2
         if n % 64:
             return None
-        return replace(tile, columns=64, depth=_PACKED_DEPTH, splits=splits, stages=4, warps=4, swap=True, early=False)
+        return replace(tile, columns=64, depth=step, splits=splits, stages=stages, warps=4, swap=True, early=False)
 
     qkv = packed(plain.qkv, shape.qkv_columns, shape.hidden)
     o = packed(plain.o, shape.hidden, shape.query_columns)
@@ -284,5 +285,6 @@ def _packed_linear(shape: DecodeShape, width: int, small: bool) -> LinearTiles |
     return LinearTiles(qkv, o, gate_up, down, plain.head)
 
 
-_PACKED_DEPTH = 128
+# Words of a row that a product takes at a time: each is as deep as that for each place of a code in them.
+_PACKED_WORDS = 32
 _PACKED = _packed_gemv, _packed_linear

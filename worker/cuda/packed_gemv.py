@@ -118,14 +118,11 @@ def _four_from(column):
 
 
 @triton.jit
-def _four_results(sums, scales, columns, BITS: tl.constexpr):
-    out0, out1, out2, out3 = tl.sum(sums[0], 0), tl.sum(sums[1], 0), tl.sum(sums[2], 0), tl.sum(sums[3], 0)
-    if BITS == 8:
-        out0 *= tl.load(scales + columns[0])
-        out1 *= tl.load(scales + columns[1])
-        out2 *= tl.load(scales + columns[2])
-        out3 *= tl.load(scales + columns[3])
-    return out0, out1, out2, out3
+def _all_sums(a, b):
+    """[8]: the sums over all threads of four columns and four others, in order. One exchange between warps for all."""
+    even = tl.join(tl.join(a[0], b[0]), tl.join(a[2], b[2]))
+    odd = tl.join(tl.join(a[1], b[1]), tl.join(a[3], b[3]))
+    return tl.reshape(tl.sum(tl.join(even, odd), axis=0), (8,))
 
 
 @triton.jit
@@ -133,8 +130,8 @@ def _eight(
     x, first, second, codes, scales, columns, others,
     K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """x [K] times four columns and four others, of which the codes `first` and `second` of the first DEPTH were loaded
-    already."""
+    """[8]: x [K] times four columns and four others, of which the codes `first` and `second` of the first DEPTH were
+    loaded already. Of eight bits they lack the columns' scales."""
     part = _part_of_x(x, 0, DEPTH, BITS, NATIVE)
     none = tl.zeros([DEPTH * BITS // 128], tl.float32)
     zeros = (none, none, none, none)
@@ -146,7 +143,7 @@ def _eight(
         a = _four_dots(a, part, words, scales, columns, start, K, DEPTH, BITS, NATIVE)
         words = _four_codes(codes, others, start, K, DEPTH, BITS)
         b = _four_dots(b, part, words, scales, others, start, K, DEPTH, BITS, NATIVE)
-    return _four_results(a, scales, columns, BITS), _four_results(b, scales, others, BITS)
+    return _all_sums(a, b)
 
 
 @triton.jit
@@ -171,12 +168,11 @@ def packed_normed_gemv_kernel(
     if PDL:
         gdc_wait()
     norm = _root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
-    a, b = _eight(x, first, second, codes, scales, columns, others, K, DEPTH, BITS, NATIVE)
+    result = _eight(x, first, second, codes, scales, columns, others, K, DEPTH, BITS, NATIVE)
     if PDL:
         gdc_launch_dependents()
-    for place in tl.static_range(4):
-        tl.store(out + column + place, a[place] * norm)
-        tl.store(out + column + 4 + place, b[place] * norm)
+    at = column + tl.arange(0, COLUMNS)
+    tl.store(out + at, result * norm * _column_scales(scales, at, BITS))
 
 
 @triton.jit(do_not_specialize=["num_sums"])
@@ -193,12 +189,14 @@ def packed_gate_up_gemv_kernel(
     if PDL:
         gdc_wait()
     norm = _root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
-    gates, ups = _eight(x, first, second, codes, scales, columns, others, K, DEPTH, BITS, NATIVE)
+    result = _eight(x, first, second, codes, scales, columns, others, K, DEPTH, BITS, NATIVE)
     if PDL:
         gdc_launch_dependents()
-    for place in tl.static_range(4):
-        gate = gates[place] * norm
-        tl.store(out + column + place, (gate * tl.sigmoid(gate) * ups[place] * norm).to(out.dtype.element_ty))
+    at = column + tl.arange(0, 4)
+    gate, up = tl.split(tl.trans(tl.reshape(result, (2, 4))))
+    gate *= norm * _column_scales(scales, at, BITS)
+    up *= norm * _column_scales(scales, at + N, BITS)
+    tl.store(out + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty))
 
 
 @triton.jit
@@ -214,22 +212,20 @@ def packed_residual_gemv_kernel(
     second = _four_codes(codes, others, 0, K, DEPTH, BITS)
     if PDL:
         gdc_wait()
-    a, b = _eight(x, first, second, codes, scales, columns, others, K, DEPTH, BITS, NATIVE)
+    at = column + tl.arange(0, COLUMNS)
+    before = tl.load(residual + at).to(tl.float32)
+    result = _eight(x, first, second, codes, scales, columns, others, K, DEPTH, BITS, NATIVE)
     if PDL:
         gdc_launch_dependents()
-    squares = 0.0
-    for place in tl.static_range(4):
-        squares += _add_one(a[place], residual, norm_weight, scaled, column + place)
-        squares += _add_one(b[place], residual, norm_weight, scaled, column + 4 + place)
-    tl.store(sums + tl.program_id(0), squares)
+    after = (before + result * _column_scales(scales, at, BITS)).to(residual.dtype.element_ty)
+    tl.store(residual + at, after)
+    after = after.to(tl.float32)
+    norm = tl.load(norm_weight + at).to(tl.float32)
+    tl.store(scaled + at, (after * norm).to(scaled.dtype.element_ty))
+    tl.store(sums + tl.program_id(0), tl.sum(after * after, axis=0))
 
 
 @triton.jit
-def _add_one(added, residual, norm_weight, scaled, column):
-    """Returns the new value's square."""
-    after = (tl.load(residual + column).to(tl.float32) + added).to(residual.dtype.element_ty)
-    tl.store(residual + column, after)
-    after = after.to(tl.float32)
-    norm = tl.load(norm_weight + column).to(tl.float32)
-    tl.store(scaled + column, (after * norm).to(scaled.dtype.element_ty))
-    return after * after
+def _column_scales(scales, columns, BITS: tl.constexpr):
+    """What sums of these columns lack: of four bits nothing."""
+    return tl.load(scales + columns) if BITS == 8 else 1.0
