@@ -3,8 +3,8 @@
 Every figure is of a process of its own, from before torch is imported to the first token of a prompt, then decodes of
 one and of eight sequences. On a CPU the program is also compared with the eager model, token by token, under each
 schedule: alone, batched, in chunks, preempted, forked. `--device cuda --shape qwen3-0.6b` needs no model: its weights
-are random, and `--layers` bounds how long compiling takes. What compiles at the start does so with an empty cache, and
-once more with what the first time left there. Needs the test tree (for its rig) and a C++ compiler.
+are random, and `--layers` bounds how long compiling takes. What compiles at the start (without quantization only) does
+so with an empty cache, and once more with what the first time left there. Needs the test tree (for its rig) and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ def measured(subject: Subject, args: argparse.Namespace, folder: Path) -> dict[s
         figures[start] = [run(start, "none") for _ in range(args.repeats)]
     if on_gpu:
         figures["program without graphs"] = [run("program without graphs", "none")]
-    for name in ("compile", *(["compile again"] if on_gpu else [])):
+    compiled = ("compile", *(["compile again"] if on_gpu else [])) if args.quantization == "none" else ()
+    for name in compiled:  # torch.compile does not see through quantized matrices
         figures[name] = [run("compile", "compiled")]
     return figures
 
