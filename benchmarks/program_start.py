@@ -4,7 +4,8 @@ Every figure is of a process of its own, from before torch is imported to the fi
 one and of eight sequences. On a CPU the program is also compared with the eager model, token by token, under each
 schedule: alone, batched, in chunks, preempted, forked. `--device cuda --shape qwen3-0.6b` needs no model: its weights
 are random, and `--layers` bounds how long compiling takes. What compiles at the start (without quantization only) does
-so with an empty cache, and once more with what the first time left there. Needs the test tree (for its rig) and a C++ compiler.
+so with an empty cache, and once more with what the first time left there. Needs the test tree (for its rig) and a C++
+compiler.
 """
 
 from __future__ import annotations
