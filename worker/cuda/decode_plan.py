@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -120,6 +121,11 @@ class DecodePlan:
         assert self.width == 1 or self.chain is not Chain.GEMV
         assert (self.gemv is not None) == (self.chain is Chain.GEMV)
         assert (self.linear is not None) == (self.chain is Chain.SPLIT_K)
+
+    def launch(self, warps: int, stages: int = 2) -> dict[str, Any]:
+        """Options of a kernel's launch within a step."""
+        options: dict[str, Any] = {"PDL": self.dependent_launch, "num_warps": warps, "num_stages": stages}
+        return options | {"launch_pdl": True} if self.dependent_launch else options
 
 
 def adapted(plan: DecodePlan, shape: DecodeShape) -> DecodePlan:
