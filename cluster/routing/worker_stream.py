@@ -24,14 +24,13 @@ from cluster.routing.membership import Member
 from cluster.routing.outbox import Outbox
 from cluster.routing.run import Run
 from cluster.routing.stream_listeners import RunKeeper, StreamObserver
+from cluster.routing.worker_channel import HELLO_TIMEOUT_S, channel_to, why_it_ended
 from cluster.telemetry.gateway_meter import GatewayMeter
 from cluster.telemetry.run_spans import CANCELLED, ENDED, MOVED, RunEnd, RunSpans, lost, refused
 from planner.errors import RaycombError, RequestRefused, Unavailable, WorkerLost
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc as pb_grpc
-from worker import tls
 from worker.wire import (
-    CHANNEL_OPTIONS,
     SECRET_METADATA,
     adapter_from_proto,
     blocks_from_proto,
@@ -43,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
-HELLO_TIMEOUT_S = 10.0
-STREAM_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a fresh stream waits for no old backoff
-TLS_STREAM_OPTIONS = (*STREAM_OPTIONS, *tls.CHANNEL_OPTIONS)
 
 
 class WorkerStream:
@@ -171,7 +167,7 @@ class WorkerStream:
         """One connection's life. Gives the reason why what still runs is lost."""
         worker_id = self.member.worker_id
         self._outbox = Outbox()
-        async with self._channel() as channel:
+        async with channel_to(self.member.address, self._credentials) as channel:
             call = pb_grpc.WorkerStub(channel).Attach(metadata=((SECRET_METADATA, self._secret),))
             writing = asyncio.create_task(self._write(call), name=f"write {worker_id}")
             ending = [
@@ -190,12 +186,7 @@ class WorkerStream:
         errors = [error for task in done if not task.cancelled() and (error := task.exception()) is not None]
         if self._stalled and not errors:
             return WorkerLost(f"worker {worker_id} said nothing for {self._stall_timeout_s:g} s")
-        return WorkerLost(f"the stream to worker {worker_id} {_why_it_ended(errors)}")
-
-    def _channel(self) -> grpc.aio.Channel:
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(self.member.address, options=STREAM_OPTIONS)
-        return grpc.aio.secure_channel(self.member.address, self._credentials, options=TLS_STREAM_OPTIONS)
+        return WorkerLost(f"the stream to worker {worker_id} {why_it_ended(errors)}")
 
     async def _read(self, call: grpc.aio.StreamStreamCall[pb.Command, pb.StepUpdates]) -> None:
         messages = aiter(call)
@@ -333,14 +324,3 @@ class WorkerStream:
             self._forget(request_id, lost(error))
         if orphans:
             self._keeper.lost(orphans, error)
-
-
-def _why_it_ended(errors: list[BaseException]) -> str:
-    """In words, from what the stream's tasks raised; raises what is no failure of a connection."""
-    for error in errors:
-        if not isinstance(error, grpc.aio.AioRpcError | TimeoutError | asyncio.InvalidStateError):
-            raise error
-    for error in errors:
-        if isinstance(error, grpc.aio.AioRpcError):
-            return f"broke: {error.code().name} {error.details()}"
-    return f"gave no answer for {HELLO_TIMEOUT_S:g} s" if errors else "ended"
