@@ -25,7 +25,7 @@ from worker.masks import BitMask, ConstrainedRow
 from worker.vocabulary import Vocabulary, VocabularySource
 
 MAX_COMPILED: Final = 128  # grammars that are kept for the next request that has them
-_MAX_THREADS: Final = 16
+_MAX_THREADS: Final = 8
 _MAX_SPELLED: Final = 4096  # texts whose ids are remembered
 
 
@@ -47,7 +47,7 @@ class Grammars:
         self._tokenizer = self._background.submit(_make_tokenizer, vocabulary)
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._states: dict[int, _State] = {}
-        self._filler = LLExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) * 3 // 4)))
+        self._filler = LLExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2)))
 
     def prepare(self, grammar: str) -> None:
         """Begin to compile, unless that was done."""
