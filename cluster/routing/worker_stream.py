@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import weakref
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -20,9 +19,11 @@ from cluster.routing.backlog import Backlog
 from cluster.routing.cancel_watch import CancelWatch
 from cluster.routing.fleet import WorkerReport
 from cluster.routing.last_report import LastReport
+from cluster.routing.live_runs import LiveRuns
 from cluster.routing.membership import Member
 from cluster.routing.outbox import Outbox
 from cluster.routing.run import Run
+from cluster.routing.stall_watch import StallWatch
 from cluster.routing.stream_listeners import RunKeeper, StreamObserver
 from cluster.routing.worker_channel import HELLO_TIMEOUT_S, channel_to, why_it_ended
 from cluster.telemetry.gateway_meter import GatewayMeter
@@ -67,20 +68,16 @@ class WorkerStream:
         self._secret = secret
         self._observer = observer
         self._keeper = keeper
-        self._stall_timeout_s = stall_timeout_s
         self._meter = meter
         self._spans = RunSpans(tracer, member.worker_id)
         self._credentials = credentials
         self._cancels = CancelWatch(meter.free)
         self._last_report = LastReport()
         self._outbox = Outbox()
-        # Weak: the run of a generation that its owner forgot to cancel ends here too, not with its budget.
-        self._runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
-        self._finalizers: dict[int, weakref.finalize[..., Run]] = {}
+        self._live = LiveRuns(lambda request_id: self._cancel(request_id, None))
+        self._stall = StallWatch(stall_timeout_s, has_work=lambda: len(self._live) > 0)
         self.backlog = Backlog()
-        self._heard_at = 0.0
         self.drains_since: float | None = None
-        self._stalled = False
         self._open = False
         self.opening = True
         self._retiring = False
@@ -89,7 +86,7 @@ class WorkerStream:
 
     @property
     def num_live(self) -> int:
-        return len(self._finalizers)
+        return len(self._live)
 
     @property
     def report(self) -> WorkerReport | None:
@@ -108,12 +105,9 @@ class WorkerStream:
             self._spans.end(request_id, refused(why_not))
             raise
         self._cancels.sent(request_id, run.request.n)
-        if not self._finalizers:
-            self._heard_at = self._loop.time()  # it had nothing to say before
-        self._runs[request_id] = run
-        finalizer = weakref.finalize(run, self._loop.call_soon_threadsafe, self._cancel, request_id, None)
-        finalizer.atexit = False
-        self._finalizers[request_id] = finalizer
+        if not self._live:
+            self._stall.hear()  # it had nothing to say before
+        self._live.add(request_id, run)
         if run.request.adapter is None and not run.was_accepted:  # others may lack it; nobody moves twice
             self.backlog.sent(request_id)
         run.start(lambda indices: self._cancel(request_id, indices))
@@ -173,7 +167,7 @@ class WorkerStream:
             ending = [
                 asyncio.create_task(self._read(call), name=f"read {worker_id}"),
                 asyncio.create_task(self._wait_until_retired(), name=f"retire {worker_id}"),
-                asyncio.create_task(self._wait_until_stalled(), name=f"watch {worker_id}"),
+                asyncio.create_task(self._stall.wait(), name=f"watch {worker_id}"),
             ]
             tasks = [writing, *ending]
             try:
@@ -184,8 +178,8 @@ class WorkerStream:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 call.cancel()
         errors = [error for task in done if not task.cancelled() and (error := task.exception()) is not None]
-        if self._stalled and not errors:
-            return WorkerLost(f"worker {worker_id} said nothing for {self._stall_timeout_s:g} s")
+        if self._stall.has_stalled and not errors:
+            return WorkerLost(f"worker {worker_id} said nothing for {self._stall.timeout_s:g} s")
         return WorkerLost(f"the stream to worker {worker_id} {why_it_ended(errors)}")
 
     async def _read(self, call: grpc.aio.StreamStreamCall[pb.Command, pb.StepUpdates]) -> None:
@@ -194,12 +188,12 @@ class WorkerStream:
             hello = await anext(messages, None)
         if hello is None or hello.info.worker_id != self.member.worker_id:
             return  # not this worker: its port may have gone to another one
-        if not self._stalled:
+        if not self._stall.has_stalled:
             self._join(hello)
         num_messages = 0
         async for message in messages:
-            if self._stalled and not message.beside_engine:
-                self._stalled = False
+            if self._stall.has_stalled and not message.beside_engine:
+                self._stall.recover()
                 self._join(hello)
             self._dispatch(message)
             # Written by a task that wakes behind the readers woken just now, so it follows their having read.
@@ -216,18 +210,6 @@ class WorkerStream:
 
     async def _wait_until_retired(self) -> None:
         await self._idle.wait()
-
-    def _quiet_until(self) -> float:
-        """When the worker hangs if it says nothing; with nothing to run, a while after now."""
-        if not self._finalizers:
-            return self._loop.time() + self._stall_timeout_s / 8
-        return self._heard_at + self._stall_timeout_s
-
-    async def _wait_until_stalled(self) -> None:
-        self._heard_at = self._loop.time()
-        while (left_s := self._quiet_until() - self._loop.time()) > 0:  # noqa: ASYNC110 - it waits for time itself
-            await asyncio.sleep(left_s)
-        self._stalled = True
 
     async def _sleep_unless_retired(self, seconds: float) -> None:
         try:
@@ -259,17 +241,16 @@ class WorkerStream:
         if message.HasField("adapters"):
             adapters = map(adapter_from_proto, message.adapters.adapters)
             self._observer.equip(self.member.worker_id, tuple(adapters))
-        now = self._loop.time()
         if not message.beside_engine:
-            self._heard_at = now
+            self._stall.hear()
         losses: dict[int, tuple[Run, WorkerLost]] = {}
         for entry in message.updates:
             num_cached = entry.num_cached_tokens if entry.tokens else None
             if entry.finish_reason:
                 is_refusal = entry.finish_reason == pb.FINISH_REASON_REFUSED
-                self._cancels.ended(entry.request_id, now, whole=is_refusal)
+                self._cancels.ended(entry.request_id, self._loop.time(), whole=is_refusal)
             self._observer.settle(self.member.worker_id, entry.request_id, num_cached)
-            run = self._runs.get(entry.request_id)
+            run = self._live.get(entry.request_id)
             if run is None:
                 continue  # cancelled here; the worker's last words for it are on their way
             update = update_from_proto(entry)
@@ -296,7 +277,7 @@ class WorkerStream:
             self._keeper.refused(run, self.member.worker_id, refusal)
 
     def _cancel(self, request_id: int, indices: Collection[int] | None) -> None:
-        if request_id not in self._finalizers:
+        if request_id not in self._live:
             return
         self._outbox.cancel(request_id, indices)
         if indices is None:
@@ -307,20 +288,16 @@ class WorkerStream:
         self._spans.end(request_id, end)
         self._observer.settle(self.member.worker_id, request_id)
         self.backlog.forget(request_id)
-        if (run := self._runs.pop(request_id, None)) is not None:
-            run.stop()
-        finalizer = self._finalizers.pop(request_id, None)
-        if finalizer is not None:
-            finalizer.detach()
+        self._live.remove(request_id)
         self._wake_if_idle()
 
     def _wake_if_idle(self) -> None:
-        if self._retiring and not self._finalizers:
+        if self._retiring and not self._live:
             self._idle.set()
 
     def _end_all(self, error: WorkerLost) -> None:
-        orphans = list(self._runs.values())
-        for request_id in list(self._finalizers):
+        orphans = self._live.runs
+        for request_id in self._live.ids:
             self._forget(request_id, lost(error))
         if orphans:
             self._keeper.lost(orphans, error)
