@@ -18,8 +18,10 @@ pytestmark = pytest.mark.gpu
 
 from planner.errors import GrammarFailed  # noqa: E402
 from planner.request import FinishReason, Request, SamplingParams  # noqa: E402
-from tests.cuda_rig import Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
+from tests.cuda_rig import DEVICE, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
 from tests.ladder_masks import LadderMasks, climbs  # noqa: E402
+from worker.cuda.forbid import compile_forbid, forbid_rows  # noqa: E402
+from worker.sampler import Draw, forbid  # noqa: E402
 
 NUM_TOKENS = 4 if INTERPRETED else 40
 
@@ -72,3 +74,16 @@ def test_an_executor_without_a_vocabulary_fails_what_needs_one(model: Model) -> 
     broken, fine = Rig(cuda_executor(model), depth=2).updates([request(5, 7), request(9, None)])
     assert isinstance(broken[-1].error, GrammarFailed)
     assert fine[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("num_bytes", [1, 28, 514, 1040])
+@pytest.mark.parametrize("vocab_size", [203, 4112, 8192])
+def test_masks_of_any_length_leave_what_plain_torch_leaves(vocab_size: int, num_bytes: int) -> None:
+    compile_forbid(vocab_size, DEVICE)
+    draw = np.random.default_rng(num_bytes)
+    logits = torch.from_numpy(draw.normal(size=(4, vocab_size)).astype(np.float32)).to(DEVICE)
+    masks = {row: draw.integers(0, 256, size=num_bytes, dtype=np.uint8) for row in (3, 1)}
+    expected = logits.clone()
+    forbid(expected, [Draw(SamplingParams(), 1, allowed=masks.get(row)) for row in range(4)])
+    forbid_rows(logits, masks, lambda values: torch.from_numpy(values).to(DEVICE))
+    assert torch.equal(logits, expected)

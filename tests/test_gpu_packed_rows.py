@@ -15,7 +15,9 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.cuda_rig import DEVICE, INTERPRETED
+from worker.cuda.decode_plan import GemvTile
 from worker.cuda.packed import PackedMatrix, pack_int4, pack_int8
+from worker.cuda.packed_products import residual_gemv
 from worker.cuda.packed_rows import product_of_rows, tile_of
 
 pytestmark = [
@@ -50,6 +52,24 @@ def test_shapes_that_the_kernel_does_not_take_are_multiplied_alike(pack: Pack) -
     assert error(3, 96, 512, pack) < MOST_ERROR
     assert tile_of(3, 128, 96) is None
     assert error(3, 128, 96, pack) < MOST_ERROR
+
+
+@pytest.mark.parametrize("fault", [float("nan"), float("inf")])
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4])
+def test_what_is_no_number_shows_in_every_product_of_a_lone_row(pack: Pack, fault: float) -> None:
+    torch.manual_seed(0)
+    matrix, x = pack(torch.randn(16, 1024, device=DEVICE).to(DTYPE)), torch.randn(1024, device=DEVICE).to(DTYPE)
+    launch = {"PDL": False, "num_warps": 2, "num_stages": 2}
+
+    def product() -> Tensor:
+        residual, norm, scaled = (torch.ones(16, dtype=DTYPE, device=DEVICE) for _ in range(3))
+        sums = torch.zeros(2, dtype=torch.float32, device=DEVICE)
+        residual_gemv(x, matrix, residual, norm, scaled, sums, GemvTile(8, 1024, 2), launch)
+        return residual
+
+    assert product().isfinite().all()
+    x[700] = fault
+    assert not product().isfinite().any()
 
 
 def test_narrow_matrices_are_cut_along_k_until_the_device_is_busy() -> None:

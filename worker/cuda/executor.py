@@ -31,7 +31,7 @@ from worker.cuda.graphs import Draw
 from worker.cuda.host_draws import HostDraws
 from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.outcomes import Drawn, StepRun
-from worker.cuda.pinned_pages import PinnedPages
+from worker.cuda.pinned_pages import PAGE_BYTES, PinnedPages
 from worker.cuda.prefill import PrefillChain
 from worker.cuda.prefill_graphs import Prefill, PrefillGraphs
 from worker.cuda.prefill_plan import plan_prefill
@@ -85,7 +85,9 @@ class CudaExecutor:
         self._shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
         self._slots = Slots(slots_needed(info.widths[-1]))
         self._grammars = grammars or NoMasks()
-        self._host_draws = HostDraws(self._grammars, decode.draw, PinnedPages(self._device).upload)
+        # A page holds the masks of all rows, else they would wait for the device.
+        page_bytes = max(PAGE_BYTES, info.widths[-1] * info.vocab_size // 4)
+        self._host_draws = HostDraws(self._grammars, decode.draw, PinnedPages(self._device, page_bytes).upload)
         self._failed: set[int] = set()  # sequences that the planner does not know yet to have failed
         self._in_flight: deque[StepRun] = deque()
 

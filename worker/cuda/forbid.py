@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,7 +37,15 @@ def forbid_rows(logits: Tensor, masks: Mapping[int, BitMask], upload: Callable[[
     )
 
 
-@triton.jit
+def compile_forbid(vocab_size: int, device: torch.device) -> None:
+    """Compile what `forbid_rows` launches, for any rows and masks, so that the first answer by a grammar keeps nobody
+    waiting."""
+    everything = np.full(-(-vocab_size // 8), 255, dtype=np.uint8)
+    logits = torch.zeros((1, vocab_size), dtype=torch.float32, device=device)
+    forbid_rows(logits, {0: everything}, lambda values: torch.from_numpy(values).to(device))
+
+
+@triton.jit(do_not_specialize=["row_stride", "vocab_size", "num_bytes"])
 def _forbid_kernel(logits, rows, packed, row_stride, vocab_size, num_bytes, BLOCK: tl.constexpr):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.program_id(1)

@@ -98,7 +98,8 @@ def captured(run: Callable[[], Result], memory: Any, stream: torch.cuda.Stream) 
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory, stream=stream):
+    # A pool that grows captures again while other threads pin adapters' memory: what they do is no part of the graph.
+    with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
         result = run()
     graph.replay()  # the first one brings the graph to the device, which takes longer than the step does
     return graph, result

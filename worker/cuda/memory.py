@@ -27,6 +27,7 @@ from worker.config import EngineConfig
 from worker.cuda.adapted_prefill import Adapted, AdaptedPrefill
 from worker.cuda.decode import CudaDecode
 from worker.cuda.executor import CudaExecutor
+from worker.cuda.forbid import compile_forbid
 from worker.cuda.graphs import DecodeGraphs, LaunchedSteps
 from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.mover import CudaMover
@@ -61,6 +62,7 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
             wanted, decoder, rotary, initial_cells, grammars, adapters, with_graphs=config.cuda_graph
         )
         warm_up(executor, initial_cells or num_cells)
+        compile_forbid(info.vocab_size, decoder.device)
         if adapters is not None:
             with adapters.nothing() as adapter:
                 warm_up(executor, initial_cells or num_cells, adapter)
@@ -124,7 +126,8 @@ def make_cuda_executor(
     captured = captured_prefills(info, decoder, prefill, pool) if with_graphs else None
     adapted = None
     if adapters is not None:
-        beside = AdaptedPrefill(prefill, adapters, info.max_prefill_tokens)
+        # Decodes beside a failed one run as they come, and may be more than a prefill's tokens.
+        beside = AdaptedPrefill(prefill, adapters, max(info.max_prefill_tokens, info.widths[-1]))
         adapted = Adapted(adapters, beside, captured_prefills(info, decoder, beside, pool) if with_graphs else None)
     swap = pinned_swap(info, pool)
 

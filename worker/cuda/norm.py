@@ -87,7 +87,7 @@ def add_norm_kernel(
 def silu_kernel(gate_up, bias, out, FFN: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr):
     """out [rows, FFN] = silu(gate) * up of gate_up [rows, 2 FFN] (+ bias [2 FFN])."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(1)
+    row = tl.program_id(1).to(tl.int64)
     inside = columns < FFN
     if PDL:
         gdc_wait()

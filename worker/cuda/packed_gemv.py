@@ -50,6 +50,8 @@ def _part_of_x(x, start, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.con
         others = tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7)))
         largest = tl.maximum(largest, others)
         total += (x4 + x5) + (x6 + x7)
+    # Integers know no NaN: where x has one, what they are worth is infinite, so that it shows in every product.
+    largest = tl.where(total != total, float("inf"), largest)
     most = tl.maximum(tl.max(_each_load(largest, WORDS), axis=1), 1e-30)
     factor = _LARGEST / most
     spread = tl.reshape(tl.broadcast_to(factor[:, None], (WORDS // LOAD_WORDS, LOAD_WORDS)), (WORDS,))

@@ -25,6 +25,7 @@ from worker.cuda.memory import cells_that_fit, pinned_swap, trial_chunks
 from worker.cuda.mover import CudaMover
 from worker.cuda.prefill_graphs import PREFILL_WIDTHS
 from worker.cuda.row_draws import RowDraws
+from worker.cuda.swap import PinnedSwap
 from worker.executor import ProgramInfo
 from worker.forwards import Forwards
 from worker.kv_pool import KvPool
@@ -45,11 +46,13 @@ _SMALL_CHUNKS = (1, 3, 40)
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A pool, what runs over it, and what draws from the logits."""
+    """A pool, what runs over it, what draws from the logits, and where preempted sequences go, whose staging takes
+    memory of the device, too."""
 
     pool: KvPool
     forwards: Forwards
     draw_rows: DrawRows
+    swap: PinnedSwap | None
 
 
 def build_on_gpu(
@@ -70,7 +73,7 @@ def build_on_gpu(
         forwards = ProgramForwards(metadata, pool, decodes, methods.prefill, captured)
         draw_rows = RowDraws(info.widths[-1], info.vocab_size, pool.keys.device)
         warm_up(forwards, draw_rows, info, num_cells)
-        return _Running(pool, forwards, draw_rows)
+        return _Running(pool, forwards, draw_rows, pinned_swap(info, pool))
 
     told = config.max_cells or metadata.cells
     try:
@@ -86,7 +89,7 @@ def build_on_gpu(
     logger.info("sized in %.1f s, captured in %.1f s", sized - began, time.perf_counter() - sized)
     info, pool = replace(info, num_cells=num_cells), running.pool
     port = PoolPort(CudaMover(pool), CellLayout.of(info))
-    return TorchExecutor(info, running.forwards, pinned_swap(info, pool), masks, port, draw_rows=running.draw_rows)
+    return TorchExecutor(info, running.forwards, running.swap, masks, port, draw_rows=running.draw_rows)
 
 
 def warm_up(forwards: Forwards, draw_rows: DrawRows, info: ProgramInfo, num_cells: int) -> None:
