@@ -16,10 +16,10 @@ from planner.slices import Method, Slice
 from planner.step import ChunkOutput
 from tests.tiny_models import greedy_answer, save_tiny_model
 from tests.torch_rig import chunk, executor_of, load, run_step, token_of
-from worker.batch import cut, selector
+from worker.batch import Batch, cut, selector
 from worker.config import EngineConfig
 from worker.executor import limits_for
-from worker.forwards import EagerForwards
+from worker.forwards import EagerForwards, SelectedLogits
 from worker.kv_pool import KvPool
 from worker.program import Program, build_executor
 from worker.torch_executor import TorchExecutor
@@ -116,6 +116,17 @@ def test_a_forward_that_raises_ends_its_own_chunks_and_no_others(program: Progra
     assert isinstance(outcomes[1], ForwardFailed)  # its first token shared the forward that failed
     assert token_of(outcomes[2]) == greedy_answer(model, PROMPT, 1)[0]
     assert run_step(executor, [chunk(PROMPT, range(10))])[0] == outcomes[2]
+
+
+def test_a_fault_of_the_device_itself_is_the_executors_end(program: Program) -> None:
+    class Faulty(EagerForwards):
+        def run(self, batch: Batch, method: Method, wanted: Sequence[int]) -> SelectedLogits:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    info, decoder = program.info, program.decoder
+    pool = KvPool(info.num_layers, 64, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
+    with pytest.raises(torch.AcceleratorError):
+        run_step(TorchExecutor(info, Faulty(decoder, pool)), [chunk(PROMPT, range(10))])
 
 
 def test_logprobs_of_prompt_and_token_equal_those_of_transformers(program: Program, model: Any) -> None:

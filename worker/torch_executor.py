@@ -53,7 +53,8 @@ class _ChunkRun:
 
 
 class TorchExecutor:
-    """An `Executor`; see `worker.executor`. One step in flight, which `launch` runs to its end."""
+    """An `Executor`; see `worker.executor`. One step in flight, which `launch` runs to its end. Where a forward fails,
+    the chunks that it held do; an error of a GPU itself is the executor's end."""
 
     def __init__(
         self,
@@ -144,6 +145,8 @@ class TorchExecutor:
             self._sample(batch, piece_of, logits, runs)
             self._score_prompts(batch, logits, runs)
             _pool(batch, logits, runs)
+        except torch.AcceleratorError:  # the device's own, which no later forward of this process gets over
+            raise
         except (RuntimeError, IndexError, MemoryError) as error:  # what torch raises for a forward's own fault
             for piece in batch.pieces:
                 runs[piece.index].error = ForwardFailed(f"the forward failed: {error}")
