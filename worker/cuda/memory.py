@@ -33,7 +33,7 @@ from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.mover import CudaMover
 from worker.cuda.prefill import PrefillChain
 from worker.cuda.prefill_graphs import PREFILL_WIDTHS, Prefill, PrefillGraphs
-from worker.cuda.swap import PinnedSwap
+from worker.cuda.swap import STAGING_CELLS, PinnedSwap
 from worker.executor import ProgramInfo
 from worker.kernels import CellCopier
 from worker.kv_pool import KvPool
@@ -56,8 +56,8 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
     cos, sin = rope_tables(decoder.config.rope, decoder.config.head_dim, info.context)
     rotary = cos.to(decoder.device), sin.to(decoder.device)
 
-    def make(num_cells: int, initial_cells: int | None = None) -> CudaExecutor:
-        wanted = replace(info, num_cells=num_cells)
+    def make(num_cells: int, initial_cells: int | None, swap_blocks: int) -> CudaExecutor:
+        wanted = replace(info, num_cells=num_cells, swap_blocks=swap_blocks)
         executor = make_cuda_executor(
             wanted, decoder, rotary, initial_cells, grammars, adapters, with_graphs=config.cuda_graph
         )
@@ -68,10 +68,13 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
                 warm_up(executor, initial_cells or num_cells, adapter)
         return executor
 
+    def trial(num_cells: int) -> CudaExecutor:
+        return make(num_cells, None, trial_blocks(info))
+
     try:
-        num_cells = config.max_cells or cells_that_fit(make, info, decoder.device, config)
+        num_cells = config.max_cells or cells_that_fit(trial, info, decoder.device, config)
         captured = time.perf_counter()
-        executor = make(num_cells, initial_cells(config, num_cells))
+        executor = make(num_cells, initial_cells(config, num_cells), info.swap_blocks)
     except torch.OutOfMemoryError as error:
         raise InvalidConfiguration(
             f"the GPU's memory does not hold the pool and the work beside the weights: {error}",
@@ -126,8 +129,7 @@ def make_cuda_executor(
     captured = captured_prefills(info, decoder, prefill, pool) if with_graphs else None
     adapted = None
     if adapters is not None:
-        # Decodes beside a failed one run as they come, and may be more than a prefill's tokens.
-        beside = AdaptedPrefill(prefill, adapters, max(info.max_prefill_tokens, info.widths[-1]))
+        beside = AdaptedPrefill(prefill, adapters, info.max_prefill_tokens)
         adapted = Adapted(adapters, beside, captured_prefills(info, decoder, beside, pool) if with_graphs else None)
     swap = pinned_swap(info, pool)
 
@@ -166,6 +168,12 @@ def pinned_swap(info: ProgramInfo, pool: KvPool) -> PinnedSwap | None:
     space.copy_out(SwapOut(cell, block))
     space.copy_in(SwapIn(1, block, cell))
     return space
+
+
+def trial_blocks(info: ProgramInfo) -> int:
+    """Blocks of a trial's swap: as much of the device's memory as with all, and little of the host's, which takes its
+    time to be pinned."""
+    return min(info.swap_blocks, max(1, STAGING_CELLS // info.swap_block_cells))
 
 
 def warm_up(executor: CudaExecutor, num_cells: int, adapter: Adapter | None = None) -> None:

@@ -19,7 +19,7 @@ from planner.step import SwapIn, SwapOut
 from worker.kernels import CellCopier, PackedCells
 
 # Cells of a staging buffer: one launch on the host's side, and a few milliseconds of the bus.
-_STAGING_CELLS = 1024
+STAGING_CELLS = 1024
 # Host memory comes in slabs, since torch rounds what it pins up to a power of two.
 _SLAB_BYTES = 1 << 30
 
@@ -47,7 +47,7 @@ class PinnedSwap:
         block_bytes = block_cells * self._cell_bytes
         self._blocks = [block for slab in _slabs(num_blocks, block_bytes) for block in slab.view(-1, block_bytes)]
         self._bus = torch.cuda.Stream(device=copier.device)
-        self._run_blocks = max(1, min(num_blocks, _STAGING_CELLS // block_cells))
+        self._run_blocks = max(1, min(num_blocks, STAGING_CELLS // block_cells))
         # Each with the moment when whoever used it last was done.
         self._staging = [(copier.buffer(self._run_blocks * block_cells), torch.cuda.Event()) for _ in range(2)]
         self._turn = 0

@@ -21,7 +21,7 @@ from worker.attention_op import distinct_windows
 from worker.batch import cut
 from worker.cell_image import CellLayout
 from worker.config import EngineConfig
-from worker.cuda.memory import cells_that_fit, pinned_swap, trial_chunks
+from worker.cuda.memory import cells_that_fit, pinned_swap, trial_blocks, trial_chunks
 from worker.cuda.mover import CudaMover
 from worker.cuda.prefill_graphs import PREFILL_WIDTHS
 from worker.cuda.row_draws import RowDraws
@@ -67,19 +67,22 @@ def build_on_gpu(
     decodes = decode_ladder(metadata, methods, config.decode_widths)
     info = replace(info, widths=tuple(decodes))
 
-    def make(num_cells: int) -> _Running:
+    def make(num_cells: int, swap_blocks: int) -> _Running:
         pool = make_pool(config, replace(info, num_cells=num_cells))
         captured = capture_methods(metadata, Methods(decodes, methods.prefill), pool) if config.cuda_graph else None
         forwards = ProgramForwards(metadata, pool, decodes, methods.prefill, captured)
         draw_rows = RowDraws(info.widths[-1], info.vocab_size, pool.keys.device)
         warm_up(forwards, draw_rows, info, num_cells)
-        return _Running(pool, forwards, draw_rows, pinned_swap(info, pool))
+        return _Running(pool, forwards, draw_rows, pinned_swap(replace(info, swap_blocks=swap_blocks), pool))
+
+    def trial(num_cells: int) -> _Running:
+        return make(num_cells, trial_blocks(info))
 
     told = config.max_cells or metadata.cells
     try:
-        num_cells = told or cells_that_fit(make, info, torch.device(info.device), config)
+        num_cells = told or cells_that_fit(trial, info, torch.device(info.device), config)
         sized = time.perf_counter()
-        running = make(num_cells)
+        running = make(num_cells, info.swap_blocks)
     except torch.OutOfMemoryError as error:
         raise InvalidConfiguration(
             f"the GPU's memory does not hold the pool and the work beside the weights, of which a prefill of "
