@@ -5,6 +5,7 @@ interpreter."""
 from __future__ import annotations
 
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.gpu
 from planner.errors import ForwardFailed  # noqa: E402
 from planner.request import FinishReason, Request, SamplingParams  # noqa: E402
 from tests.cuda_rig import Captures, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
+from worker.cuda.graphs import captures  # noqa: E402
 from worker.kv_pool import KvPool  # noqa: E402
 
 NUM_TOKENS = 6 if INTERPRETED else 30
@@ -55,6 +57,39 @@ def test_swapped_sequences_come_back_into_a_pool_that_has_moved() -> None:
     rig = Rig(executor, depth=2, min_swapped_cells=4, prefix_caching=False)
     assert rig.answer(asked) == expected
     assert rig.planner.metrics.num_swapped_in > 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="captures graphs")
+def test_memory_may_be_pinned_on_another_thread_while_steps_are_captured() -> None:
+    """As adapters' is, while a pool grows: neither the thread nor the graph is to notice."""
+    x, done, faults = torch.zeros(64, device="cuda"), threading.Event(), list[RuntimeError]()
+
+    def pin() -> None:
+        held: list[torch.Tensor] = []  # else the same memory would be given out again, without asking the driver
+        while not done.is_set() and not faults:
+            try:
+                held.append(torch.zeros(4096, pin_memory=True))
+            except RuntimeError as error:
+                faults.append(error)
+            if len(held) == 4096:
+                held.clear()
+
+    def count_to_300() -> torch.Tensor:
+        total = x
+        for _ in range(300):
+            total = total + 1
+        return total
+
+    pinning = threading.Thread(target=pin)
+    pinning.start()
+    try:
+        capture = captures()
+        replays = [capture(count_to_300) for _ in range(10)]
+    finally:
+        done.set()
+        pinning.join()
+    assert not faults
+    assert all((replay() == 300).all() for replay in replays)
 
 
 class CrampedPool(KvPool):
