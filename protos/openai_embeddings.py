@@ -14,7 +14,7 @@ MAX_INPUTS = 2048
 
 
 class EmbeddingBody(Body):
-    """`input`: a text, a list of token ids, or at most `MAX_INPUTS` of either.
+    """`input`: a text, a list of token ids, or a list of at most 2,048 of either.
 
     Beyond OpenAI's fields: `pooling` ("last" or "mean"; the operator's choice where it is not given), `normalize`
     (whether vectors get length 1), and vLLM's `truncate_prompt_tokens` (the last so many tokens of an input; -1: as

@@ -33,6 +33,8 @@ def test_pages_out_of_code_are_fresh(name: str) -> None:
 def test_every_field_has_its_words_and_no_words_are_left_over() -> None:
     fields = {name for one in ENDPOINTS for body in one.bodies for name in body.model_fields}
     assert fields == set(http_words.FIELDS), "docs/site/http_words.py says what fields do"
+    of_bodies = {(body.__name__, name) for one in ENDPOINTS for body in one.bodies for name in body.model_fields}
+    assert set(http_words.OF_ONE_BODY) <= of_bodies
 
 
 @pytest.mark.parametrize("kind", LEAST, ids=lambda kind: kind.__name__)

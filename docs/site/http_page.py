@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Final
 
 from pydantic import BaseModel
 
 from cluster.errors import OUTCOMES
 from docs.site.endpoints import ENDPOINTS
-from docs.site.http_words import FIELDS
+from docs.site.http_words import FIELDS, OF_ONE_BODY
 from docs.site.tables import cell, table
 from protos import openai_answers, openai_batches, openai_embeddings, openai_response_answers
 from protos.openai_answers import Answer
@@ -48,8 +49,9 @@ def _body(body: type[Body]) -> str:
     rows = []
     for name, field in schema["properties"].items():
         default = "required" if name in required else _default(field)
-        rows.append([f"`{name}`", cell(_kind(field, schema.get("$defs", {}))), default, FIELDS[name]])
-    text = f"## {body.__name__}\n\n{body.__doc__ or ''}\n\n"
+        words = OF_ONE_BODY.get((body.__name__, name), FIELDS[name])
+        rows.append([f"`{name}`", cell(_kind(field, schema.get("$defs", {}))), default, words])
+    text = f"## {body.__name__}\n\n{inspect.cleandoc(body.__doc__ or '')}\n\n"
     text += table(["field", "type", "default", "what it does"], rows)
     if body.unsupported:
         refused = ", ".join(f"`{name}`" for name in sorted(body.unsupported))
@@ -83,7 +85,7 @@ def _answer(answer: type[Answer]) -> str:
         [f"`{name}`", cell(_kind(field, schema.get("$defs", {}))), "" if name in schema.get("required", []) else "yes"]
         for name, field in schema["properties"].items()
     ]
-    told = f"{answer.__doc__}\n\n" if answer.__doc__ else ""
+    told = f"{inspect.cleandoc(answer.__doc__)}\n\n" if answer.__doc__ else ""
     return f"### {answer.__name__}\n\n{told}{table(['field', 'type', 'may be absent'], rows)}"
 
 

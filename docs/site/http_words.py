@@ -67,7 +67,7 @@ FIELDS: Final[dict[str, str]] = {
     "input_file_id": "A file of lines, each with `custom_id`, `method` POST, `url` and `body`.",
     "endpoint": "The endpoint of every line.",
     "completion_window": "`24h`: lines that have no answer by then expire.",
-    "input": "Texts or token ids that vectors are wanted of; for a response a text, or the items of a conversation.",
+    "input": "What is asked about.",
     "instructions": "A system message before the input.",
     "max_output_tokens": "Most tokens of the response. Not given: what the context leaves.",
     "text": "`format`: `text`, `json_object`, or `json_schema` with a schema that the answer follows token by token.",
@@ -79,3 +79,14 @@ FIELDS: Final[dict[str, str]] = {
     "tokens": "Token ids.",
     "at": "How many tokens the fork keeps; not given: all.",
 }
+
+OF_ONE_BODY: Final[dict[tuple[str, str], str]] = {
+    ("EmbeddingBody", "input"): "Texts or token ids that vectors are wanted of.",
+    ("ResponsesBody", "input"): "A text, or the items of a conversation.",
+    ("ResponsesBody", "stream"): "Server-Sent Events with names, one JSON object each, and no `[DONE]`.",
+    ("ResponsesBody", "stream_options"): "May say `include_obfuscation: false`, which is how streams are.",
+    ("TokenizeTextBody", "prompt"): "The text.",
+    ("TokenizeTextBody", "add_special_tokens"): "Whether to add the tokenizer's special tokens.",
+    ("TokenizeChatBody", "add_special_tokens"): "Whether to add the tokenizer's special tokens.",
+}
+"""Where a field of one body, by class and name, does something other than its namesakes."""
