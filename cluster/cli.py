@@ -69,7 +69,7 @@ def _run(tokens: list[str]) -> int:
 def make_parser(tokens: Sequence[str]) -> Parser:
     """The parser of all commands; only the one that `tokens` ask for is imported."""
     parser = Parser(prog="raycomb", description="Batched language-model serving on many GPUs.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(COMMANDS)}}}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module_name, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         if name in tokens[:1]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from planner.errors import InvalidConfiguration
 from tests.tiny_models import TINY_MODELS, greedy_answer, save_tiny_model
 from tests.torch_rig import Rig, executor_of, load, request
 
@@ -34,10 +35,12 @@ def test_shards_hold_the_same_model_as_one_file(tmp_path: Path) -> None:
     assert rig.answer([request(prompt, 8)]) == [[greedy_answer(model, prompt, 8)]]
 
 
-def test_context_is_the_smaller_of_the_models_and_the_operators(tmp_path: Path) -> None:
+def test_an_operator_may_shorten_the_models_context_and_not_lengthen_it(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
     assert load(str(tmp_path)).info.context == 256
     assert load(str(tmp_path), max_model_len=100).info.context == 100
+    with pytest.raises(InvalidConfiguration, match="max_model_len is 257, but the model was made for 256 tokens"):
+        load(str(tmp_path), max_model_len=257)
 
 
 def test_dummy_weights_need_no_tensors_and_follow_the_seed(tmp_path: Path) -> None:

@@ -121,6 +121,18 @@ def _masks(vocabulary: VocabularySource | None) -> MaskMaker:
     return Grammars(vocabulary)
 
 
+def _context(config: EngineConfig, model: ModelConfig) -> int:
+    """The most tokens of a sequence: the model's own, or fewer where the operator says so."""
+    if config.max_model_len is None:
+        return model.context
+    if config.max_model_len > model.context:
+        raise InvalidConfiguration(
+            f"max_model_len is {config.max_model_len}, but the model was made for {model.context} tokens at most",
+            param="max_model_len",
+        )
+    return config.max_model_len
+
+
 def load_program(
     config: EngineConfig, *, keep_blocks: bool = True, see_weights: Callable[[DecoderWeights], None] = lambda _: None
 ) -> Program:
@@ -134,7 +146,7 @@ def load_program(
     device = choose_device(config)
     model, source = _open(path, load=config.load_format != "dummy")
     dtype = _dtype(config, model, device)
-    context = min(model.context, config.max_model_len or model.context)
+    context = _context(config, model)
     least = _min_prefill(config)
     read = _weights(config, model, source, dtype, device, keep_blocks)
     see_weights(read)
