@@ -102,13 +102,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--admin-key", action="append", metavar="KEY", help="a key that also opens what changes the service"
     )
-    parser.add_argument("--data-plane-host", metavar="ADDRESS", help="where workers listen for gateways (default: the node's address, as Ray knows it)")
+    parser.add_argument(
+        "--data-plane-host",
+        metavar="ADDRESS",
+        help="where workers listen for gateways (default: the node's own address)",
+    )
     parser.add_argument(
         "--data-plane-tls",
         metavar="FOLDER",
         help="what `raycomb certs` made, on every node: TLS between gateways and workers",
     )
-    parser.add_argument("--drain-timeout-s", type=float, help="how long what runs may go on at an orderly end (default: 30)")
+    parser.add_argument(
+        "--drain-timeout-s", type=float, help="how long what runs may go on at an orderly end (default: 30)"
+    )
     parser.add_argument(
         "--step-log", metavar="FOLDER", help="each worker records its steps there, prompts' token ids included"
     )
