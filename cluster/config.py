@@ -236,10 +236,22 @@ def decide_device(config: ServiceConfig, resources: Mapping[str, float]) -> Lite
     if 0 < num_gpus < num_needed:
         raise InvalidConfiguration(
             f"{num_needed} workers need a GPU each and the cluster has {num_gpus}: "
-            "ask for fewer workers, or say device cpu, or cuda to wait for more GPUs",
+            "ask for fewer workers, or say device cpu, or, in a cluster that grows, cuda to wait for more GPUs",
             param="num_workers",
         )
     return "cuda" if num_gpus else "cpu"
+
+
+def check_gpus(config: ServiceConfig, resources: Mapping[str, float]) -> None:
+    """Raises `InvalidConfiguration` where workers would wait for GPUs that a cluster with these never gets."""
+    num_gpus = int(resources.get("GPU", 0))
+    num_needed = sum(one.num_workers for one in config.each if one.engine.device == "cuda")
+    if num_needed > num_gpus:
+        raise InvalidConfiguration(
+            f"device is cuda, so workers need {num_needed} GPUs, and this machine has {num_gpus} that Ray knows of: "
+            "`nvidia-smi` must list them; without any, say device cpu",
+            param="device",
+        )
 
 
 def decide_devices(config: ServiceConfig, resources: Mapping[str, float]) -> ServiceConfig:

@@ -20,7 +20,7 @@ from cluster.commands.engine_flags import engine_config
 from cluster.commands.serve import make_plan
 from cluster.commands.settings_sources import merged_tokens
 from cluster.commands.stop_signals import StopSignals
-from cluster.config import ServiceConfig, decide_device, load_executor_factory, service_config
+from cluster.config import ServiceConfig, check_gpus, decide_device, load_executor_factory, service_config
 from cluster.serving.front import COMMON_SETTINGS, Front, check_port, choose_front, free_ports, front_environment
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, SetupError
 from tests.service_process import tiny_checkpoint
@@ -328,6 +328,14 @@ def test_fewer_gpus_than_workers_is_a_question_and_not_a_guess() -> None:
     config = service_config({"engine": {"model": "m"}, "num_workers": 2})
     with pytest.raises(InvalidConfiguration, match="2 workers need a GPU each and the cluster has 1"):
         decide_device(config, {"GPU": 1.0})
+
+
+def test_a_cluster_of_this_machine_alone_waits_for_no_gpu_that_it_lacks() -> None:
+    config = service_config({"engine": {"model": "m", "device": "cuda"}, "num_workers": 2})
+    check_gpus(config, {"GPU": 2.0})
+    with pytest.raises(InvalidConfiguration, match="workers need 2 GPUs, and this machine has 1 that Ray knows of"):
+        check_gpus(config, {"GPU": 1.0})
+    check_gpus(service_config({"engine": {"model": "m", "device": "cpu"}}), {})
 
 
 def test_a_secret_that_was_given_is_not_replaced_by_the_clusters() -> None:

@@ -26,7 +26,7 @@ from cluster.commands.ask import ask, is_ready
 from cluster.commands.deploy_errors import setup_error_in, start_ray
 from cluster.commands.stop_signals import StopSignals
 from cluster.commands.terminal import report
-from cluster.config import ServiceConfig
+from cluster.config import ServiceConfig, check_gpus
 from cluster.rpc.front import FUNCTION_FOR_THIS_HOST, SERVICER_FUNCTION
 from cluster.rpc.probe import is_serving
 from cluster.serving.haproxy_script import LOOPBACK
@@ -126,6 +126,7 @@ class LocalService:
         config = with_device_decided(self._config)
         if self._joins_cluster:
             return config
+        check_gpus(config, ray.cluster_resources())  # type: ignore[no-untyped-call]
         num_workers = sum(one.most_workers for one in config.each if one.engine.device == "cpu")
         return config.with_threads(max(1, len(os.sched_getaffinity(0)) // max(1, num_workers)))
 
