@@ -59,6 +59,11 @@ def test_without_keys_all_is_open() -> None:
     assert KeyRing(ApiSettings()).find("") is None
 
 
+def test_a_service_without_an_admins_key_says_how_it_gets_one() -> None:
+    with pytest.raises(Unauthenticated, match="this service was started without one"):
+        KeyRing(ApiSettings()).check_admin("Bearer any")
+
+
 def test_a_key_stands_for_a_tenant_and_is_not_told() -> None:
     ring = KeyRing(ApiSettings(api_keys=("secret", "other")))
     first, again, other = ring.find("Bearer secret"), ring.find("bearer  secret "), ring.find("Bearer other")

@@ -98,6 +98,8 @@ class KeyRing:
 
     def check_admin(self, authorization: str) -> None:
         """Raises `Unauthenticated` for all but the key of an admin."""
+        if not self._keys:
+            raise Unauthenticated("an admin's key is needed, and this service was started without one (--admin-key)")
         if not self._find(authorization).is_admin:
             raise Unauthenticated("an admin's key is needed")
 
