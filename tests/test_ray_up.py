@@ -27,13 +27,13 @@ OBSTACLE: Final = why_no_hosts()
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.model,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1100),
     pytest.mark.skipif(OBSTACLE is not None, reason=OBSTACLE or ""),
 ]
 
 UP: Final = f"ray up -y {CLUSTER}"
 WORKER: Final = "ServeReplica:raycomb:Worker"
-PATIENCE_S: Final = 240.0
+PATIENCE_S: Final = 480.0
 NUM_TOKENS: Final = 128
 PROMPTS: Final = ("The capital of France is", "1, 2, 3, 4, 5,", "Once upon a time,", "Water boils at")
 
