@@ -22,6 +22,7 @@ from worker import wire
 from worker.client import Client, Listener, StepReport
 from worker.engine import Engine, EngineState
 from worker.executor import ProgramInfo
+from worker.listening import listen
 from worker.outbox import Outbox
 from worker.pulse import LOOK_S, PulseWatch
 from worker.totals import Totals
@@ -78,15 +79,10 @@ class DataPlaneServer:
         """Listen; return the bound "host:port". Raises `RuntimeError` when the port is taken."""
         server = grpc.aio.server(options=self._options)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._attachments, server)
-        address = f"{self._host}:{self._port}"
-        if self._credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, self._credentials)
-        await server.start()
+        address = await listen(server, self._host, self._port, self._credentials)
         self._server = server
         self._watching = asyncio.create_task(self._watch_engine(), name="watch the engine")
-        return f"{self._host}:{port}"
+        return address
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the others; whether all had ended, and were sent, within the time."""

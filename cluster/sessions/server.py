@@ -13,6 +13,7 @@ from cluster.sessions.wire import begun_to_proto, session_to_proto
 from planner.errors import InvalidRequest, RequestRefused
 from protos import sessions_pb2 as pb
 from protos import sessions_pb2_grpc
+from worker.listening import listen
 from worker.wire import SECRET_METADATA, SERVER_OPTIONS, error_to_proto, knows_secret
 
 logger = logging.getLogger(__name__)
@@ -36,14 +37,9 @@ class SessionServer:
         """Listen at a free port; gives the "host:port"."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         sessions_pb2_grpc.add_SessionKeeperServicer_to_server(self._answers, server)
-        address = f"{self._host}:0"
-        if self._credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, self._credentials)
-        await server.start()
+        address = await listen(server, self._host, 0, self._credentials)
         self._server = server
-        return f"{self._host}:{port}"
+        return address
 
     async def stop(self) -> None:
         if self._server is not None:
