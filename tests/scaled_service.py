@@ -14,7 +14,10 @@ import sys
 import time
 from pathlib import Path
 
+from cluster.serving.front import COMMON_SETTINGS, free_ports
+
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+os.environ |= COMMON_SETTINGS
 
 import httpx
 import ray
@@ -22,7 +25,6 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.serving.front import free_ports
 from tests.service_process import tiny_checkpoint
 from tests.sse_events import events_of
 

@@ -46,6 +46,9 @@ COMMON_SETTINGS = {
     # and would kill it 5 s later. But that question fails after 3 s, and then the raylet gives up: the process keeps
     # its GPU for ever, and where there is no other its successor never starts. So it must lose patience before.
     "RAY_kill_worker_timeout_milliseconds": "1500",
+    # How long Serve waits for a proxy to be ready before it kills it and starts another, which ends the start of the
+    # service: 5 s by itself, which a busy host needs for the imports alone. Serve waits a minute for all of them.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 """The same whatever the front."""
 
