@@ -15,7 +15,7 @@ from benchmarks.configured_service import configured_service
 from benchmarks.storm_service import StormedService, settings_of
 from cluster.access.certificates import make_certificates
 from cluster.checkpoints import resolve
-from tests.one_service_in_one_process import OneServiceInOneProcess
+from tests.one_service_in_one_process import OneServiceInOneProcess, end_services_that_are_not_wanted
 from tests.otlp_collector import Collector, grpc_collector
 from tests.service_process import ServiceProcess, running_service, tiny_checkpoint
 from tests.service_state import ServiceState, state_of
@@ -27,6 +27,12 @@ settings.load_profile("shared machine")
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OneServiceInOneProcess(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    end_services_that_are_not_wanted(item, nextitem)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
