@@ -40,7 +40,7 @@ class Rig:
         self._random = random.Random(seed)
         generator = torch.Generator(device=device).manual_seed(seed)
         plain = random_weights(shape, device, seed)
-        self.weights = plain if shape.bits is None else pack_weights(plain, "int8" if shape.bits == 8 else "int4")
+        self.weights = plain if shape.quantization == "none" else pack_weights(plain, shape.quantization)
         self.exact = in_float32(self.weights)
         self.rotary = rotary_tables(shape, device)
         num_cells = sum(lengths) + 16 * len(lengths) + 8

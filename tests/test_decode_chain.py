@@ -56,9 +56,9 @@ BIASED = DecodeShape(
 
 PACKED = DecodeShape(
     hidden=128, num_heads=4, num_kv_heads=1, head_dim=32, ffn=256, vocab_size=203, context=64,
-    norm_eps=1e-5, dtype=torch.float32, windows=(None,), qkv_bias=True, bits=8,
+    norm_eps=1e-5, dtype=torch.float32, windows=(None,), qkv_bias=True, quantization="int8",
 )  # fmt: skip
-PACKED4 = replace(PACKED, bits=4)
+PACKED4 = replace(PACKED, quantization="int4")
 
 ONE_SPLIT = AttentionTile(splits=1, block=16, warps=1, stages=2)
 LAST_REDUCES = AttentionTile(splits=4, block=16, warps=2, stages=1, share=16)

@@ -26,7 +26,7 @@ from worker.config import EngineConfig, Quantization  # noqa: E402
 from worker.cuda.decode_plan import Chain, plan_decode  # noqa: E402
 from worker.cuda.decode_shape import decode_shape  # noqa: E402
 from worker.cuda.executor import CudaExecutor  # noqa: E402
-from worker.cuda.packed import PACKED, bits_of, pack_weights, values_of  # noqa: E402
+from worker.cuda.packed import PACKED, pack_weights, values_of  # noqa: E402
 from worker.cuda.packed_products import unpacked  # noqa: E402
 from worker.models.decoder import Decoder  # noqa: E402
 from worker.models.rope_tables import rope_tables  # noqa: E402
@@ -89,7 +89,7 @@ def test_an_engine_draws_what_its_values_score_best(
         cuda_graph=cuda_graph,
     )  # fmt: skip
     decoder = load_program(config).decoder
-    shape = decode_shape(decoder.config, CONTEXT, decoder.dtype, bits_of(decoder.weights))
+    shape = decode_shape(decoder.config, CONTEXT, decoder.dtype(decoder.weights))
     chains = [plan_decode(shape, width, hopper=True).chain for width in (1, 4)]
     assert chains == [Chain.GEMV, Chain.SPLIT_K]
     executor = build_executor(config)

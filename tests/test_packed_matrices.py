@@ -10,11 +10,11 @@ from planner.errors import InvalidConfiguration
 from tests.decode_reference import random_weights
 from worker.cuda.decode_plan import Chain, plan_decode
 from worker.cuda.decode_shape import DecodeShape
-from worker.cuda.packed import PackedMatrix, bits_of, pack_int4, pack_int8, pack_weights
+from worker.cuda.packed import PackedMatrix, pack_int4, pack_int8, pack_weights
 
 LLAMA_8B = DecodeShape(
     hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14_336, vocab_size=128_256, context=8192,
-    norm_eps=1e-5, dtype=torch.bfloat16, windows=(None,) * 32, bits=4,
+    norm_eps=1e-5, dtype=torch.bfloat16, windows=(None,) * 32, quantization="int4",
 )  # fmt: skip
 SMALL = DecodeShape(
     hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn=96, vocab_size=50, context=16,
@@ -76,7 +76,7 @@ def test_a_packed_decoder_keeps_its_ends_and_counts_its_bytes() -> None:
     assert packed.embedding is plain.embedding
     assert packed.head is plain.head
     assert all(isinstance(layer.down, PackedMatrix) for layer in packed.layers)
-    assert (bits_of(packed), bits_of(plain)) == (4, None)
+    assert (packed.quantization, plain.quantization) == ("int4", "none")
     fewer = plain.bytes_read - packed.bytes_read
     matrices = [getattr(plain.layers[0], name) for name in ("qkv", "output", "gate_up", "down")]
     # Four bits and a word for 32 of them, instead of 32.

@@ -19,7 +19,6 @@ from worker.cuda.decode_shape import DecodeShape, decode_shape
 from worker.cuda.decode_state import DecodeState
 from worker.cuda.graphs import DecodeGraphs, Draw
 from worker.cuda.lora import CudaLoraSlots
-from worker.cuda.packed import bits_of
 from worker.cuda.sampler import GpuSampler
 from worker.cuda.slots import slots_needed
 from worker.kv_pool import KvPool
@@ -63,7 +62,7 @@ class CudaDecode:
         rows. `capture` makes the steps ready, while nothing else runs on the device. `plan` says how a width runs, in
         place of `plan_decode`. With `adapters` there are steps with rows that have some."""
         device, context, max_rows = pool.keys.device, len(rotary[0]), widths[-1]
-        shape = decode_shape(config, context, weights.embedding.dtype, bits_of(weights))
+        shape = decode_shape(config, context, weights.embedding.dtype, weights.quantization)
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         plan = plan or partial(plan_decode, hopper=hopper)
         self._plans = {width: plan(shape, width) for width in widths}

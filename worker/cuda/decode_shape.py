@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from worker.config import Quantization
 from worker.models.config import ModelConfig
 
 
@@ -15,8 +16,8 @@ class DecodeShape:
 
     `windows[i]`: positions that a token attends to in layer i, itself included; None is the whole past. `context`:
     rows of the rotary tables and most positions of a sequence. `qk_norm`: RMS norm over each query and key head before
-    the rotation. `output_bias` is attention's output projection's, `mlp_bias` gate's, up's and down's. `bits` are those
-    of packed matrices, None of plain ones.
+    the rotation. `output_bias` is attention's output projection's, `mlp_bias` gate's, up's and down's. `quantization`:
+    of the layers' matrices.
     """
 
     hidden: int
@@ -33,11 +34,16 @@ class DecodeShape:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    bits: int | None = None
+    quantization: Quantization = "none"
 
     @property
     def num_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def bits(self) -> int | None:
+        """Of packed matrices; None of others."""
+        return {"int8": 8, "int4": 4}.get(self.quantization)
 
     @property
     def most_attended(self) -> int:
@@ -53,8 +59,10 @@ class DecodeShape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
-def decode_shape(config: ModelConfig, context: int, dtype: torch.dtype, bits: int | None = None) -> DecodeShape:
-    """`context` may be less than the model's: it is what tables are made for. `bits`: of packed matrices."""
+def decode_shape(
+    config: ModelConfig, context: int, dtype: torch.dtype, quantization: Quantization = "none"
+) -> DecodeShape:
+    """`context` may be less than the model's: it is what tables are made for."""
     return DecodeShape(
         hidden=config.hidden_size,
         num_heads=config.num_heads,
@@ -70,5 +78,5 @@ def decode_shape(config: ModelConfig, context: int, dtype: torch.dtype, bits: in
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
         mlp_bias=config.mlp_bias,
-        bits=bits,
+        quantization=quantization,
     )

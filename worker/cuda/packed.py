@@ -8,16 +8,16 @@ bits first. So the values of x that meet the same place of four words are neighb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from planner.errors import InvalidConfiguration
 from worker.config import Quantization
+from worker.models.stored_matrix import StoredMatrix
 from worker.models.weights import DecoderWeights, LayerWeights
 
 PACKED: Final[tuple[Quantization, ...]] = ("int8", "int4")
@@ -28,9 +28,8 @@ _LOAD_WORDS = 4
 _MATRICES = ("qkv", "output", "gate_up", "down")
 
 
-class PackedMatrix(Tensor):
-    """[N, K] of the model's dtype, for reading alone. `torch.nn.functional.linear` takes it as its weight, any other
-    operation refuses it.
+class PackedMatrix(StoredMatrix):
+    """[N, K] of the model's dtype.
 
     `codes` int32 [N, K * bits / 32]. `scales` of 8 bits: float32 [N]; of 4 bits: int32 [N, K / 32], each of them two
     bfloat16, the scale in the low half and the least value in the high one.
@@ -69,33 +68,18 @@ class PackedMatrix(Tensor):
         bits, dtype = context
         return PackedMatrix(bits, parts["codes"], parts["scales"], dtype)
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is functional.linear:
-            return _linear(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+    @property
+    def quantization(self) -> Quantization:
+        return "int8" if self.bits == 8 else "int4"
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise TypeError(f"a packed matrix has linear alone, not {func}")
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        from worker.packed_op import packed_linear  # which needs this module
+
+        product = packed_linear(x, self)
+        return product if bias is None else product + bias
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedMatrix({self.shape[0]} x {self.shape[1]}, {self.bits} bits)"
-
-
-def _linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
-    from worker.packed_op import packed_linear  # which needs this module
-
-    product = packed_linear(x, weight)
-    return product if bias is None else product + bias
 
 
 def values_of(matrix: Tensor) -> Tensor:
@@ -117,12 +101,6 @@ def packed_matrices(layer: LayerWeights) -> tuple[PackedMatrix, PackedMatrix, Pa
     assert isinstance(gate_up, PackedMatrix)
     assert isinstance(down, PackedMatrix)
     return qkv, output, gate_up, down
-
-
-def bits_of(weights: DecoderWeights) -> int | None:
-    """Of a packed decoder's matrices; None of any other's."""
-    matrix = weights.layers[0].qkv
-    return matrix.bits if isinstance(matrix, PackedMatrix) else None
 
 
 def pack_weights(weights: DecoderWeights, quantization: Quantization) -> DecoderWeights:

@@ -1,7 +1,6 @@
 """A matrix of a decoder that stays in blocks, in the place of a tensor of its values.
 
-`torch.nn.functional.linear` and `embedding` take it as their weight, so that the decoder is written once. Any other
-operation is refused: what needs the values as a tensor must be told so, and not get a copy of four times the size.
+`torch.nn.functional.embedding` takes it as its weight as `linear` does, so that it may be both ends of a decoder.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.models.blocks import Tiles
+from worker.models.stored_matrix import StoredMatrix
 
 
-class BlockMatrix(Tensor):
-    """[N, K], for reading alone, of dtype float32 on the CPU. Without gradients."""
+class BlockMatrix(StoredMatrix):
+    """[N, K] of dtype float32, on the CPU."""
 
+    operations = "linear and embedding"
     tiles: Tiles
 
     @staticmethod
@@ -39,27 +40,18 @@ class BlockMatrix(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is functional.linear:
-            return _linear(*args, **(kwargs or {}))
         if func is functional.embedding:
             return _embedding(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise TypeError(f"a matrix that is kept in blocks has linear and embedding alone, not {func}")
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        from worker.cpu.blocks import product  # loads numba, which no other matrix needs
+
+        rows = product(x.reshape(-1, x.shape[-1]), self.tiles, bias)
+        return rows.reshape(*x.shape[:-1], len(self))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"BlockMatrix({self.tiles.num_rows} x {self.tiles.num_columns}, {self.tiles.layout})"
-
-
-def _linear(x: Tensor, weight: BlockMatrix, bias: Tensor | None = None) -> Tensor:
-    from worker.cpu.blocks import product  # loads numba, which no other matrix needs
-
-    rows = product(x.reshape(-1, x.shape[-1]), weight.tiles, bias)
-    return rows.reshape(*x.shape[:-1], len(weight))
 
 
 def _embedding(tokens: Tensor, weight: BlockMatrix, max_norm: float | None = None, **options: Any) -> Tensor:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from planner.errors import InvalidCheckpoint
+from worker.config import Quantization
 from worker.models.block_matrix import BlockMatrix
 from worker.models.blocks import Arena, Blocks, stacked, tiled
 from worker.models.config import ModelConfig
+from worker.models.stored_matrix import StoredMatrix
 
 # Old Llama checkpoints store the rotary frequencies, which follow from the configuration.
 _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.|model\.)rotary_emb\.inv_freq")
@@ -56,6 +58,12 @@ class DecoderWeights:
     @property
     def is_quantized(self) -> bool:
         return any(hasattr(layer.qkv, "__tensor_flatten__") for layer in self.layers)
+
+    @property
+    def quantization(self) -> Quantization:
+        """What the layers' matrices were made by, where they are our own kinds."""
+        matrix = self.layers[0].qkv
+        return matrix.quantization if isinstance(matrix, StoredMatrix) else "none"
 
     @property
     def kept_in_blocks(self) -> list[BlockMatrix]:

@@ -1,0 +1,54 @@
+"""A matrix of a decoder that is stored otherwise than as its values, in the place of a tensor of them.
+
+`torch.nn.functional.linear` takes it as its weight, so that a decoder is written once. Any other operation is refused:
+what needs the values as a tensor must be told so, and not get a copy of several times the size. Each kind says how it
+multiplies; what its kernels read is its own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.nn import functional
+
+from worker.config import Quantization
+
+
+class StoredMatrix(Tensor):
+    """[N, K], for reading alone. Without gradients."""
+
+    operations: ClassVar[str] = "linear"
+    """Those that take it, in words."""
+
+    @property
+    def quantization(self) -> Quantization:
+        """What it was made by; a file's own numbers by none."""
+        return "none"
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., K] times the matrix transposed, [..., N] of x's dtype, and `bias` [N]."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.linear:
+            return _linear(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TypeError(f"a {cls.__name__} has {cls.operations} alone, not {func}")
+
+
+def _linear(input: Tensor, weight: StoredMatrix, bias: Tensor | None = None) -> Tensor:
+    return weight.linear(input, bias)
