@@ -45,10 +45,8 @@ class StreamOptions(Body):
 
 _NOT_SUPPORTED_ANYWHERE: Final[Neutral] = {
     "early_stopping": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "logits_processors": ([],),
-    "return_tokens_as_token_ids": (False,),
 }
 
 
@@ -79,9 +77,11 @@ class GenerationBody(Structured):
         default_factory=list
     )
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     # For the client's own books; they change nothing here.
     user: str | None = None
     metadata: dict[str, JsonValue] | None = None

@@ -76,6 +76,17 @@ async def test_a_stop_token_is_shown_where_stops_are_kept() -> None:
     assert await text_of("abcd ef", stop_token_ids=letter, include_stop_str_in_output=True) == "abcd"
 
 
+async def test_special_tokens_are_shown_where_they_are_not_to_be_skipped() -> None:
+    said = "<|start|>ab<|end|>c"
+    assert await text_of(said) == "abc"
+    assert await text_of(said, skip_special_tokens=False) == said  # the one that ends it is no text
+    assert await text_of(said, skip_special_tokens=False, include_stop_str_in_output=True) == said + "<|stop|>"
+    assert await text_of(said, skip_special_tokens=False, stop="<|end|>") == "<|start|>ab"
+    async with desk(says(said)) as d:
+        chat = (await d.post(CHATS, **CHAT, max_tokens=30, skip_special_tokens=False)).json()
+    assert chat["choices"][0]["message"]["content"] == said
+
+
 async def test_token_ids_are_told_where_they_are_asked_for() -> None:
     said = [*TEXT.encode("hi there"), EOS]
     async with desk(says("hi there")) as d:

@@ -12,6 +12,7 @@ from tests.http_desk import (
     joined,
     says,
 )
+from tests.tiny_text import EOS
 
 
 async def test_completion_logprobs_are_parallel_lists() -> None:
@@ -27,6 +28,21 @@ async def test_completion_logprobs_are_parallel_lists() -> None:
     streamed = [c["logprobs"] for e in events[:-1] for c in e["choices"]]
     for name, values in scores.items():
         assert [value for part in streamed for value in part[name]] == values
+
+
+async def test_tokens_are_named_by_their_ids_where_that_is_asked_for() -> None:
+    async with desk(says("hello wö")) as d:
+        body = {**PROMPT, "logprobs": 1, "return_tokens_as_token_ids": True, "echo": True}
+        scores = (await d.post("/v1/completions", **body)).json()["choices"][0]["logprobs"]
+        asked = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+        chat = (await d.post("/v1/chat/completions", **CHAT, **asked)).json()["choices"][0]["logprobs"]["content"]
+    said = [*TEXT.encode("hello wö"), EOS]
+    prompt = TEXT.encode(PROMPT["prompt"])
+    assert scores["tokens"] == [f"token_id:{token}" for token in (*prompt, *said)]
+    assert all(name.startswith("token_id:") for top in scores["top_logprobs"] if top for name in top)
+    assert [entry["token"] for entry in chat] == [f"token_id:{token}" for token in said]
+    assert all(entry["top_logprobs"][0]["token"].startswith("token_id:") for entry in chat)
+    assert bytes(byte for entry in chat for byte in entry["bytes"] or ()).decode() == "hello wö"
 
 
 async def test_logprobs_zero_is_not_off() -> None:

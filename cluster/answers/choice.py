@@ -56,13 +56,15 @@ class Echo:
 class TextRules:
     """How tokens become the text that is shown.
 
-    `stops` end it, and are shown where `keeps_stop`, but not before `min_tokens` tokens have come. `marks` are special
-    tokens that are shown. `num_top`: so many alternatives of each token are told; None: all that came.
+    `stops` end it, and are shown where `keeps_stop`, but not before `min_tokens` tokens have come. Of special
+    tokens `marks` are shown, or all (`shows_special`). `num_top`: so many alternatives of each token are told; None:
+    all that came.
     """
 
     stops: tuple[str, ...] = ()
     keeps_stop: bool = False
     min_tokens: int = 0
+    shows_special: bool = False
     marks: frozenset[int] = frozenset()
     num_top: int | None = None
 
@@ -74,7 +76,7 @@ class Choice:
         self.index = index
         self.num_tokens = 0
         self.ended = False
-        self._detokeniser = Detokeniser(tokens, marks=rules.marks)
+        self._detokeniser = Detokeniser(tokens, with_special=rules.shows_special, marks=rules.marks)
         self._rules = rules
         self._stops = StopStrings(rules.stops, kept=rules.keeps_stop) if rules.stops else None
         self._scored = scored

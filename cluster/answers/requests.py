@@ -109,6 +109,7 @@ def text_rules(body: GenerationBody, num_top: int | None, marks: frozenset[int] 
         stops=body.stop_strings,
         keeps_stop=body.include_stop_str_in_output,
         min_tokens=body.min_tokens,
+        shows_special=not body.skip_special_tokens,
         marks=marks,
         num_top=num_top,
     )

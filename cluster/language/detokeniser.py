@@ -67,6 +67,11 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
+def id_name(token: int) -> str:
+    """A text that names the token by its id, as vLLM's `return_tokens_as_token_ids` has it."""
+    return f"token_id:{token}"
+
+
 class Detokeniser:
     """One text that grows. Owner: the choice it belongs to.
 

@@ -29,6 +29,7 @@ _ONLY_ONLINE = (
     "best_of",
     "prompt_logprobs",
     "return_token_ids",
+    "return_tokens_as_token_ids",
     "use_beam_search",
 )
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cluster.answers.answer import Answer
 from cluster.answers.maker import AnswerMaker
+from cluster.language.detokeniser import TokenBytes, id_name
 from cluster.language.message_reader import NewReader
 from cluster.web.prompt_voice import PromptVoice
 from cluster.web.telling import ChunkTelling
 from cluster.web.voices import ChatVoice, CompletionVoice
-from protos.openai import ChatBody, CompletionBody
+from protos.openai import ChatBody, CompletionBody, GenerationBody
 
 
 def completion_telling(maker: AnswerMaker, body: CompletionBody, answer: Answer, name: str) -> ChunkTelling:
     """Of /v1/completions. `name`: of the model, as it answers."""
     tokens = maker.service.text.tokens
-    voice = CompletionVoice(name, tokens, PromptVoice(answer, tokens, body), scored=body.logprobs is not None)
+    prompt = PromptVoice(answer, tokens, body)
+    voice = CompletionVoice(name, token_name(body, tokens), prompt, scored=body.logprobs is not None)
     return ChunkTelling(voice, include_usage=body.include_usage)
 
 
@@ -24,5 +28,11 @@ def chat_telling(
     """Of /v1/chat/completions."""
     tokens = maker.service.text.tokens
     prompt = PromptVoice(answer, tokens, body)
-    voice = ChatVoice(name, tokens, prompt, scored=body.logprobs, new_reader=new_reader)
+    naming = token_name(body, tokens)
+    voice = ChatVoice(name, tokens, naming, prompt, scored=body.logprobs, new_reader=new_reader)
     return ChunkTelling(voice, include_usage=body.include_usage)
+
+
+def token_name(body: GenerationBody, tokens: TokenBytes) -> Callable[[int], str]:
+    """How log probabilities name a token: by its text, or by its id where that is asked for."""
+    return id_name if body.return_tokens_as_token_ids else tokens.name

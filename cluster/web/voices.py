@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from cluster.answers.answer import TokenCounts
@@ -35,13 +35,14 @@ class Voice(Protocol):
 
 
 class CompletionVoice:
-    """/v1/completions. `scored`: log probabilities were asked for. `prompt`: tells of prompts and token ids."""
+    """/v1/completions. `scored`: log probabilities were asked for. `prompt`: tells of prompts and token ids. `name`:
+    the text that names a token by its id."""
 
-    def __init__(self, model: str, tokens: TokenBytes, prompt: PromptVoice, *, scored: bool) -> None:
+    def __init__(self, model: str, name: Callable[[int], str], prompt: PromptVoice, *, scored: bool) -> None:
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
-        self._tokens = tokens
+        self._name = name
         self._scored = scored
         self._prompt = prompt
         self._opened: set[int] = set()
@@ -83,7 +84,7 @@ class CompletionVoice:
 
     def _logprobs(self, scores: Sequence[ScoredToken]) -> wire.CompletionLogprobs:
         return wire.CompletionLogprobs(
-            tokens=[self._tokens.name(score.logprobs.token) for score in scores],
+            tokens=[self._name(score.logprobs.token) for score in scores],
             token_logprobs=[None if (p := score.logprobs.logprob) is None else finite(p) for score in scores],
             top_logprobs=[self._alternatives(score.logprobs) for score in scores],
             text_offset=[score.offset for score in scores],
@@ -96,12 +97,12 @@ class CompletionVoice:
         pairs = [*score.top, (score.token, score.logprob)]
         best: dict[str, float] = {}
         for token, logprob in pairs:
-            best.setdefault(self._tokens.name(token), finite(logprob))
+            best.setdefault(self._name(token), finite(logprob))
         return best
 
 
 class ChatVoice:
-    """/v1/chat/completions. A choice's first chunk carries the role.
+    """/v1/chat/completions. A choice's first chunk carries the role. `name`: the text that names a token by its id.
 
     `new_reader` makes what finds thoughts and calls of tools in a choice's text; None: all of it is content."""
 
@@ -109,6 +110,7 @@ class ChatVoice:
         self,
         model: str,
         tokens: TokenBytes,
+        name: Callable[[int], str],
         prompt: PromptVoice,
         *,
         scored: bool,
@@ -118,6 +120,7 @@ class ChatVoice:
         self._created = int(time.time())
         self._model = model
         self._tokens = tokens
+        self._name = name
         self._scored = scored
         self._prompt = prompt
         self._new_reader = new_reader or MessageReader
@@ -190,11 +193,11 @@ class ChatVoice:
         return wire.ChatLogprobs(
             content=[
                 wire.TokenLogprob(
-                    token=self._tokens.name(score.token),
+                    token=self._name(score.token),
                     logprob=finite(0.0 if score.logprob is None else score.logprob),
                     bytes=self._bytes(score.token),
                     top_logprobs=[
-                        wire.TopLogprob(token=self._tokens.name(token), logprob=finite(p), bytes=self._bytes(token))
+                        wire.TopLogprob(token=self._name(token), logprob=finite(p), bytes=self._bytes(token))
                         for token, p in score.top
                     ],
                 )
