@@ -43,7 +43,7 @@ async def test_a_killed_gateway_hurts_its_own_clients_and_frees_their_cells(
     assert 0 < figures["clients_with_an_error"] < 24
     assert figures["clients_with_an_error"] + figures["same_as_undisturbed"] == 24
     assert figures["told_within_s"] < 5
-    assert figures["freed_within_s"] < 1
+    assert figures["freed_within_s"] < 3
 
 
 @pytest.mark.cluster
