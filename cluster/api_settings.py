@@ -53,7 +53,6 @@ class ApiSettings(BaseModel):
     keys: tuple[KeySettings, ...] = ()
     admin_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = ()
     open_paths: frozenset[str] = frozenset({"/health", "/ready", "/version", "/metrics"})
-    version: str = "0.1.0"
     tenant_from_header: bool = True
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
     body_timeout_s: float = Field(default=60.0, gt=0)

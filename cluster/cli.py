@@ -12,7 +12,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 COMMANDS = {
     "serve": ("cluster.commands.serve", "serve a model over HTTP, on many workers"),
@@ -40,6 +40,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_CODE_OF_SETUP_ERRORS, f"{prog}: error: {message} ({prog} --help tells more)\n")
 
 
+class ShowVersion(argparse.Action):
+    """Prints the version, which it only now looks up, and ends."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **given: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **given)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        from cluster.version import version_line
+
+        print(version_line())
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (that of the process, if None); gives the exit code."""
     try:
@@ -58,7 +71,7 @@ def _run(tokens: list[str]) -> int:
             tokens = ["serve", *merged_tokens(serve_parser(), tokens[1:])]
         args, unknown = parser.parse_known_args(tokens)
         if unknown:
-            parser.complain(f"raycomb {args.command}", f"unrecognised arguments: {' '.join(unknown)}")
+            parser.complain(f"raycomb {args.command}", _told_of(unknown, args.command))
         code: int = args.execute(args)
     except RaycombError as error:
         print(f"raycomb: error: {error.message}", file=sys.stderr)
@@ -66,9 +79,19 @@ def _run(tokens: list[str]) -> int:
     return code
 
 
+def _told_of(unknown: Sequence[str], command: str) -> str:
+    """What is wrong with these words, and what to say instead."""
+    from cluster.commands.other_flags import advice
+
+    told = f"unrecognised arguments: {' '.join(unknown)}"
+    better = advice(unknown, serve_parser()._option_string_actions) if command == "serve" else None
+    return told if better is None else f"{told}; {better}"
+
+
 def make_parser(tokens: Sequence[str]) -> Parser:
     """The parser of all commands; only the one that `tokens` ask for is imported."""
     parser = Parser(prog="raycomb", description="Batched language-model serving on many GPUs.")
+    parser.add_argument("--version", action=ShowVersion, help="of Raycomb and of what is beneath it, and end")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module_name, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)

@@ -37,7 +37,8 @@ def tiny_checkpoint(folder: Path) -> Path:
 class ServiceProcess:
     """One run of the command, or of another `program` (a module and its first words) that serves as it does.
 
-    All processes that it starts carry a mark in their environment.
+    All processes that it starts carry a mark in their environment. It leads a group of processes, as a job of a
+    terminal does.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ServiceProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            process_group=0,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.output: list[str] = []
@@ -91,6 +93,10 @@ class ServiceProcess:
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """As a terminal or `timeout` does it, to whatever is still in the group that it leads."""
+        os.killpg(self._process.pid, number)
 
     def end(self, timeout_s: float) -> None:
         """Have it shut down, as from the terminal, which must succeed within the time."""

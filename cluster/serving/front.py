@@ -87,7 +87,7 @@ def front_environment(front: Front, listen_at: str | None = None) -> Iterator[di
         tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         _block_of_ports() as block,
     ):
-        script = haproxy_script(Path(folder), get_haproxy_binary(), listen_at=listen_at)
+        script = haproxy_script(Path(folder), get_haproxy_binary(), listen_at=listen_at, ends_with_service=True)
         yield {
             "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(FIRST_HTTP_PORT + block + 1),
             "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(FIRST_HTTP_PORT + block + PORTS_OF_A_BLOCK - 1),

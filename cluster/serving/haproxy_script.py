@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Final
 
 from cluster.errors import envelope, retry_after_s
+from cluster.serving import haproxy_watch
 from planner.errors import Unavailable
 
 HEADERS_WITHIN_S: Final = 10
@@ -22,7 +24,12 @@ DONE: Final = "# set right for Raycomb"
 
 
 def haproxy_script(
-    folder: Path, binary: str, *, listen_at: str | None = None, headers_within_s: int = HEADERS_WITHIN_S
+    folder: Path,
+    binary: str,
+    *,
+    listen_at: str | None = None,
+    headers_within_s: int = HEADERS_WITHIN_S,
+    ends_with_service: bool = False,
 ) -> Path:
     """Writes it into `folder`: a stand-in for `binary` that changes the configuration which Serve has just written.
 
@@ -34,6 +41,9 @@ def haproxy_script(
       gRPC is UNKNOWN; it says 503, and so UNAVAILABLE.
     * With `listen_at`, an address, clients are let in there, and Serve is told `LOOPBACK`: that is where its gateways
       then listen, which know no limit to headers. For a cluster of one host.
+
+    HAProxy ends with the raylet above it, or, outside of Ray, with who started it (`cluster.serving.haproxy_watch`).
+    `ends_with_service`: `folder` is of use to that alone, and is removed then.
     """
     (folder / "503.http").write_bytes(nobody_answers())
     changes = [
@@ -45,6 +55,7 @@ def haproxy_script(
         changes.append(rf"s/^    bind :\([0-9]*\)$/    bind {LOOPBACK}:\1/")
     limit = rf"s/^defaults$/&\n    timeout http-request {headers_within_s}s/"
     changes.append(rf"$ a {DONE}")
+    watcher = shlex.join([sys.executable, "-I", "-S", haproxy_watch.__file__])
     script = folder / "haproxy"
     script.write_text(
         "#!/bin/sh\n"
@@ -56,6 +67,7 @@ def haproxy_script(
         "  fi\n"
         '  before="$word"\n'
         "done\n"
+        f'{watcher} $$ "${{RAY_RAYLET_PID:-$PPID}}" {shlex.quote(str(folder)) if ends_with_service else ""} &\n'
         f'exec {shlex.quote(binary)} -dS "$@"\n'
     )
     script.chmod(0o755)

@@ -25,6 +25,7 @@ from cluster.models import Models
 from cluster.telemetry.metrics_page import exposition
 from cluster.telemetry.request_record import RECORD
 from cluster.telemetry.service_metrics import METRICS, metric_sources
+from cluster.version import VERSION
 from cluster.web.answer_response import AnswerResponse, Delivery, error_response, json_response
 from cluster.web.bodies import parse_object, read_body, validate
 from cluster.web.debug_api import DebugApi
@@ -61,7 +62,7 @@ def create_app(models: Models, batches: Batches | None = None, *, tells_request_
     page = page_files()
     app = FastAPI(
         title="Raycomb",
-        version=settings.version,
+        version=VERSION,
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
@@ -177,7 +178,7 @@ class _Endpoints:
         return self._state("ready" if self._models.ready else None)
 
     async def version(self) -> Response:
-        return json_response(json.dumps({"version": self._settings.version}).encode())
+        return json_response(json.dumps({"version": VERSION}).encode())
 
     async def metrics(self, request: Request) -> Response:
         sources = [source for service in self._models.services for source in metric_sources(service)]

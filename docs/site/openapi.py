@@ -9,7 +9,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from cluster.api_settings import ApiSettings
+from cluster.version import VERSION
 from docs.site.endpoints import ENDPOINTS, Endpoint
 
 REFERENCE: Final = "#/components/schemas/{model}"
@@ -46,7 +46,7 @@ def openapi() -> str:
         paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, names)
     document = {
         "openapi": "3.1.0",
-        "info": {"title": "Raycomb", "version": ApiSettings().version},
+        "info": {"title": "Raycomb", "version": VERSION},
         "paths": paths,
         "components": {
             "schemas": schemas["$defs"] | {"Error": ERROR},
