@@ -91,12 +91,12 @@ class ServiceProcess:
         self._reader.join(timeout_s)
         return code
 
-    def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
     def signal_group(self, number: signal.Signals) -> None:
         """As a terminal or `timeout` does it, to whatever is still in the group that it leads."""
         os.killpg(self._process.pid, number)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
 
     def end(self, timeout_s: float) -> None:
         """Have it shut down, as from the terminal, which must succeed within the time."""

@@ -1,5 +1,5 @@
-"""What to say to a flag that `raycomb serve` does not know: what it is here, for those of vLLM and SGLang, and else what
-may have been meant. Flags that mean the same here have the same names, and are not in here."""
+"""What to say to a flag that `raycomb serve` does not know: what it is here, for those of vLLM and SGLang, and else
+what may have been meant. Flags that mean the same here have the same names, and are not in here."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "--limit-mm-per-prompt": "not supported: models read text alone",
         "--ssl-certfile": _TLS,
         "--ssl-keyfile": _TLS,
-        "--allowed-origins": "here `http: {cors_origins: [...]}` in a file for `serve deploy`; all may ask unless it says so",
+        "--allowed-origins": "here `http: {cors_origins: [...]}` in a file of `serve deploy`; any page may ask",
         "--root-path": "not supported: the paths begin with /v1; let what stands in front rewrite them",
         "--otlp-traces-endpoint": "here --otlp-endpoint",
         # SGLang's `launch_server`

@@ -13,10 +13,10 @@ HEAD = """# Commands
 
 <!-- Written by `python -m docs.site.write`, out of the parsers; not to be changed by hand. -->
 
-`raycomb COMMAND --help` says the same, and `raycomb --version` which one it is. Settings of `raycomb serve` may also come from `--config FILE` (YAML with the
-names of the flags, with `_` or `-`) and from variables (`RAYCOMB_MAX_CELLS` for `--max-cells`): a flag beats a
-variable, which beats the file, which beats the default. Exit code 2 and one line on stderr mean that what was asked
-for cannot be.
+`raycomb COMMAND --help` says the same, and `raycomb --version` which one it is. Settings of `raycomb serve` may also
+come from `--config FILE` (YAML with the names of the flags, with `_` or `-`) and from variables (`RAYCOMB_MAX_CELLS`
+for `--max-cells`): a flag beats a variable, which beats the file, which beats the default. Exit code 2 and one line on
+stderr mean that what was asked for cannot be.
 """
 VALUES = {int: "N", float: "NUMBER", Path: "FILE"}
 
