@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from cluster.commands.apart import run_apart
 
 COMMANDS = {
     "serve": ("cluster.commands.serve", "serve a model over HTTP, on many workers"),
@@ -28,6 +32,7 @@ COMMANDS = {
 }
 EXIT_CODE_OF_SETUP_ERRORS = 2
 EXIT_CODE_OF_CTRL_C = 130
+EXIT_CODE_OF_BROKEN_PIPE = 141
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,9 +61,25 @@ class ShowVersion(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (that of the process, if None); gives the exit code."""
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        if argv is None and sys.argv[1:2] == ["serve"] and (ended := run_apart()) is not None:
+            return ended
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_CODE_OF_CTRL_C
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's end finds no fault
+        return EXIT_CODE_OF_BROKEN_PIPE
+    return code
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads our output any more, such as `head` that has read enough."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return bool(output.poll(0))
 
 
 def _run(tokens: list[str]) -> int:

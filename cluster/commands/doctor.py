@@ -22,7 +22,7 @@ from cluster.commands.doctor_checks import Finding, findings
 from cluster.commands.doctor_settings import keys_finding, metrics_finding, tls_finding, traces_finding
 from cluster.commands.node_facts import node_facts
 from cluster.commands.planned_nodes import PlannedNodes, planned_nodes
-from cluster.commands.serve import port_number
+from cluster.commands.serve_flags import port_number
 from cluster.commands.smoke import why_no_token
 from cluster.rpc.probe import is_serving
 from cluster.serving.front import DEFAULT_GRPC_PORT

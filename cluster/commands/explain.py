@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from planner.account import StepAccount
-from planner.errors import InvalidStepLog
+from planner.errors import InvalidConfiguration, InvalidStepLog
 from planner.replay import ReplayedStep, replay
 
 MAX_CHUNKS_SHOWN = 8
@@ -18,31 +18,48 @@ MAX_CHUNKS_SHOWN = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", type=Path, help="a file that `raycomb serve --step-log` wrote")
-    parser.add_argument("--last", type=int, metavar="N", help="only the last N steps")
-    parser.add_argument("--step", type=int, metavar="N", help="only the step of this number")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--last", type=int, metavar="N", help="only the last N steps")
+    chosen.add_argument("--step", type=int, metavar="N", help="only the step of this number")
     parser.add_argument("--json", action="store_true", help="one JSON object a step")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """The exit code: 1 where the planner of this version plans otherwise than the record."""
-    try:
-        with args.log.open(encoding="utf-8") as lines:
-            num_other, num_steps = 0, 0
-            for step in _chosen(replay(lines), args):
-                print(json.dumps(asdict(step)) if args.json else told(step))
-                num_steps += 1
-                num_other += not step.as_recorded
-    except OSError as error:
-        raise InvalidStepLog(f"{args.log} cannot be read: {error.strerror}") from error
+    """The exit code: 1 where the planner of this version plans otherwise than the record.
+
+    Raises `InvalidStepLog` for a file that is none or has no such step, and `InvalidConfiguration`.
+    """
+    if args.last is not None and args.last < 1:
+        raise InvalidConfiguration(f"--last must be at least 1, not {args.last}", param="last")
+    num_other, num_steps = 0, 0
+    for step in _chosen(_steps(args.log), args):
+        print(json.dumps(asdict(step)) if args.json else told(step))
+        num_steps += 1
+        num_other += not step.as_recorded
+    if not num_steps and args.step is not None:
+        raise InvalidStepLog(f"{args.log} has no step {args.step}")
     if not args.json:
         print(f"{num_steps} steps replayed, {num_other} of them otherwise than recorded")
     return 1 if num_other else 0
 
 
+def _steps(log: Path) -> Iterator[ReplayedStep]:
+    """All steps of the file. Raises `InvalidStepLog` that names it."""
+    try:
+        with log.open(encoding="utf-8") as lines:
+            yield from replay(lines)
+    except OSError as error:
+        raise InvalidStepLog(f"{log} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidStepLog(f"{log} is no step log: it is not text in UTF-8") from error
+    except InvalidStepLog as error:
+        raise InvalidStepLog(f"{log}: {error.message}") from error
+
+
 def _chosen(steps: Iterable[ReplayedStep], args: argparse.Namespace) -> Iterator[ReplayedStep]:
     if args.step is not None:
         steps = (step for step in steps if step.account.number == args.step)
-    yield from steps if args.last is None else deque(steps, maxlen=max(0, args.last))
+    yield from steps if args.last is None else deque(steps, maxlen=args.last)
 
 
 def told(step: ReplayedStep) -> str:

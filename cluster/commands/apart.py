@@ -1,0 +1,52 @@
+"""A command in a group of processes of its own, so that only this one hears what a terminal or `timeout` tells a group.
+
+Ray's processes are in the group of the one that started them, and end at once when they are told to: a service whose
+whole group is told cannot drain. So `raycomb serve` runs in a child that leads another group, and its parent passes
+signals on and waits. Where the parent is gone the child is told to end. Imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import Final
+
+PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM)
+EXIT_CODE_OF_SIGNALS: Final = 128
+"""And the signal's number: of what was ended by one, as shells tell it."""
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def run_apart() -> int | None:
+    """Fork. In the child: None, at once. In the parent: the child's exit code, when it has ended."""
+    parent = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        _end_with(parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        return None
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for wish in PASSED_ON:
+        signal.signal(wish, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else EXIT_CODE_OF_SIGNALS - code
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel tell this process to end when its parent has, which only Linux does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it was gone before
+            os.kill(os.getpid(), signal.SIGTERM)
