@@ -46,11 +46,16 @@ def test_four_bits_are_off_by_half_a_step_of_their_group_at_most() -> None:
     assert packed.scales.shape == (24, 4)
 
 
-def test_four_words_hold_consecutive_columns_crosswise() -> None:
+def test_halves_of_four_words_hold_neighbours_of_each_eight_columns() -> None:
     counted = torch.arange(16.0).repeat(8)[:32].repeat(2, 1)  # the codes 0 to 15, twice
     words = pack_int4(counted).codes
     nibbles = [[(int(word) >> (4 * place)) & 15 for place in range(8)] for word in words[0]]
-    assert nibbles == [[(first + 4 * place) % 16 for place in range(8)] for first in range(4)]
+    expected = [[8 * place + 2 * word + half for half in (0, 1) for place in range(4)] for word in range(4)]
+    assert nibbles == [[column % 16 for column in columns] for columns in expected]
+    rising = torch.arange(-127.0, 1.0, 8.0)[None]  # sixteen columns, of which a step is one code
+    octets = [[(int(word) >> (8 * place)) & 255 for place in range(4)] for word in pack_int8(rising).codes[0]]
+    columns = [[8 * place + 2 * word + half for half in (0, 1) for place in range(2)] for word in range(4)]
+    assert octets == [[int(rising[0, column]) & 255 for column in each] for each in columns]
 
 
 @pytest.mark.parametrize("pack", [pack_int8, pack_int4])

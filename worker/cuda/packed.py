@@ -1,9 +1,14 @@
 """Matrices of four or eight bits, as the GPU's kernels for them read them, in the place of tensors of their values.
 
 Weight-only: x keeps the model's dtype. Eight bits have a scale a row, value = scale * code. Of four bits 32 consecutive
-columns share a scale and a least value, value = least + scale * code. Codes lie in words of 32 bits. Four words, which
-a thread loads at once, hold consecutive columns crosswise: word w has the columns w, w + 4, w + 8 and so on, lowest
-bits first. So the values of x that meet the same place of four words are neighbours, too.
+columns share a scale and a base, value = base + scale * (16 + code): 16 and a code are a bfloat16 whose mantissa has
+the code's bits in it, so one multiply-add makes the value (`packed_codes`).
+
+Codes lie in words of 32 bits, and four words, which a thread of a one-row product loads at once, hold consecutive
+columns: 16 of eight bits, or 32 of four. Half h (0 is the low one) of word t has the columns 8 i + 2 t + h, i = 0, 1
+and so on, lowest bits first. So two bits' places that are half a word apart are neighbours, which make a pair of
+bfloat16 at once, and what thread t of four has in its word is what the tensor cores' instruction wants of it: two
+neighbours of each eight columns. (Marlin, Frantar et al. 2024, orders its weights for the same reason.)
 """
 
 from __future__ import annotations
@@ -24,6 +29,9 @@ PACKED: Final[tuple[Quantization, ...]] = ("int8", "int4")
 """What is packed on a GPU."""
 
 GROUP = 32
+CODE_OFFSET = 16
+"""What is added to a code of four bits before it is multiplied by its scale."""
+
 _LOAD_WORDS = 4
 _MATRICES = ("qkv", "output", "gate_up", "down")
 
@@ -32,7 +40,7 @@ class PackedMatrix(StoredMatrix):
     """[N, K] of the model's dtype.
 
     `codes` int32 [N, K * bits / 32]. `scales` of 8 bits: float32 [N]; of 4 bits: int32 [N, K / 32], each of them two
-    bfloat16, the scale in the low half and the least value in the high one.
+    bfloat16, the scale in the low half and the base in the high one.
     """
 
     bits: int
@@ -55,7 +63,7 @@ class PackedMatrix(StoredMatrix):
         if self.bits == 8:
             return (codes * self.scales[:, None]).to(self.dtype)
         words = self.scales.view(torch.bfloat16).view(*self.scales.shape, 2).float()
-        values = words[:, :, 1:] + words[:, :, :1] * codes.view(*self.scales.shape, GROUP)
+        values = words[:, :, 1:] + words[:, :, :1] * (codes.view(*self.scales.shape, GROUP) + CODE_OFFSET)
         return values.flatten(1).to(self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype]]:
@@ -132,28 +140,29 @@ def pack_int8(matrix: Tensor) -> PackedMatrix:
 
 
 def pack_int4(matrix: Tensor) -> PackedMatrix:
-    """Asymmetric: the codes 0 and 15 are a group's least and largest value. Scale and least value are rounded first, so
-    that the codes make up for it."""
+    """Asymmetric: the codes 0 and 15 are a group's least and largest value. Scale and base are rounded first, so that
+    the codes make up for it."""
     groups = matrix.float().view(len(matrix), -1, GROUP)
-    least = groups.amin(dim=2, keepdim=True).bfloat16()
-    spread = groups.amax(dim=2, keepdim=True) - least.float()
+    least = groups.amin(dim=2, keepdim=True)
+    spread = groups.amax(dim=2, keepdim=True) - least
     scale = (spread / 15).clamp_(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
-    codes = ((groups - least.float()) / scale.float()).round_().clamp_(0, 15).to(torch.uint8)
-    words = torch.cat((scale, least), dim=2).contiguous().view(torch.int32).squeeze(2)
+    base = (least - CODE_OFFSET * scale.float()).bfloat16()
+    codes = ((groups - base.float()) / scale.float() - CODE_OFFSET).round_().clamp_(0, 15).to(torch.uint8)
+    words = torch.cat((scale, base), dim=2).contiguous().view(torch.int32).squeeze(2)
     return PackedMatrix(4, _packed(codes.flatten(1), 4), words, matrix.dtype)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, K], of `bits` bits, to words int32 [N, K * bits / 32]."""
-    crosswise = codes.view(len(codes), -1, 32 // bits, _LOAD_WORDS).transpose(2, 3)
+    halves = codes.view(len(codes), -1, 16 // bits, _LOAD_WORDS, 2).permute(0, 1, 3, 4, 2)
     if bits == 4:
-        crosswise = crosswise[..., ::2] | (crosswise[..., 1::2] << 4)
-    return crosswise.contiguous().flatten(1).view(torch.int32)
+        halves = halves[..., ::2] | (halves[..., 1::2] << 4)
+    return halves.contiguous().flatten(1).view(torch.int32)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
     """The opposite: codes [N, K], int8 of 8 bits and uint8 of 4."""
-    crosswise = words.view(torch.int8 if bits == 8 else torch.uint8)
+    halves = words.view(torch.int8 if bits == 8 else torch.uint8)
     if bits == 4:
-        crosswise = torch.stack((crosswise & 15, crosswise >> 4), dim=-1).flatten(1)
-    return crosswise.view(len(words), -1, _LOAD_WORDS, 32 // bits).transpose(2, 3).flatten(1)
+        halves = torch.stack((halves & 15, halves >> 4), dim=-1).flatten(1)
+    return halves.view(len(words), -1, _LOAD_WORDS, 2, 16 // bits).permute(0, 1, 4, 2, 3).flatten(1)

@@ -2,6 +2,10 @@
 
 `NATIVE` says that instructions are written out, for which Triton's interpreter has no meaning; without it the same is
 computed by plain operations.
+
+No code is converted: bits of two at a time go into the mantissas of a pair of numbers whose exponents are known, and one
+packed instruction takes the rest off. (FasterTransformer's weight-only products, and Marlin's, Frantar et al. 2024, do
+so for float16, whose mantissa has room for eight bits; here bfloat16's seven are made to do.)
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -15,8 +19,8 @@ import triton.language as tl
 LOAD_WORDS = tl.constexpr(4)
 """Words of 32 bits that a thread loads at once; of four bits they are the 32 codes that share a scale."""
 
-NIBBLE_OFFSET = tl.constexpr(128.0)
-BYTE_OFFSET = tl.constexpr(32768.0 + 128.0)
+CODE_OFFSET = tl.constexpr(16.0)
+"""What is added to a code of four bits before it is multiplied by its scale."""
 
 # 1.5 * 2^23: a float32 near it ends with its integer part in two's complement.
 _ROUND = tl.constexpr(12582912.0)
@@ -118,77 +122,115 @@ def _dot(codes, low, high, SIGNED: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def nibbles_as_floats(words, NATIVE: tl.constexpr):
-    """int32 to the eight codes in each, lowest bits first, float32 and 128 (`NIBBLE_OFFSET`) more than they are:
-    numbers from 128 to 143, whose mantissas end with the code. Permuting bytes is four times as fast as converting."""
-    if NATIVE:
-        n0, n2, n4, n6, n1, n3, n5, n7 = tl.inline_asm_elementwise(
+def in_order(words, scales, COUNT: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, NUMBER: tl.constexpr,
+             NATIVE: tl.constexpr):  # fmt: skip
+    """int32 [COUNT, WORDS] of so many rows to [COUNT, WORDS * 32 / BITS] of the type NUMBER, columns in order: the
+    values of four bits, whose `scales` are int32 of the same shape; the codes of eight, which lack their row's scale
+    (`scales` is not looked at). What stays in one thread's registers from its word to the tensor cores' operand."""
+    LOADS: tl.constexpr = WORDS // LOAD_WORDS
+    if BITS == 4:
+        a0, b0, a1, b1, a2, b2, a3, b3 = _nibble_values(words, scales, NUMBER, NATIVE)
+        even = tl.join(tl.join(a0, b0), tl.join(a2, b2))
+        odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
+        columns = tl.reshape(tl.join(even, odd), (COUNT, LOADS, LOAD_WORDS, 2, 2, 2))  # half, place / 2, place % 2
+        return tl.reshape(tl.permute(columns, (0, 1, 4, 5, 2, 3)), (COUNT, WORDS * 8))
+    else:
+        a0, b0, a1, b1 = _byte_values(words, NUMBER, NATIVE)
+        columns = tl.reshape(tl.join(tl.join(a0, b0), tl.join(a1, b1)), (COUNT, LOADS, LOAD_WORDS, 2, 2))  # half, place
+        return tl.reshape(tl.permute(columns, (0, 1, 4, 2, 3)), (COUNT, WORDS * 4))
+
+
+@triton.jit
+def _nibble_values(words, scales, NUMBER: tl.constexpr, NATIVE: tl.constexpr):
+    """The eight values in each word: the low half's first, the high half's first, the low half's second and so on."""
+    if NATIVE and NUMBER == tl.bfloat16:
+        # 0x4180 is 16, of whose mantissa bit 3 counts one: 0x4180 | code << 3 is 16 + code.
+        a0, b0, a1, b1, a2, b2, a3, b3 = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 even, odd;
-            and.b32 even, $8, 0x0F0F0F0F;
-            shr.b32 odd, $8, 4;
-            and.b32 odd, odd, 0x0F0F0F0F;
-            prmt.b32 $0, even, 0x43, 0x4055;
-            prmt.b32 $1, even, 0x43, 0x4155;
-            prmt.b32 $2, even, 0x43, 0x4255;
-            prmt.b32 $3, even, 0x43, 0x4355;
-            prmt.b32 $4, odd, 0x43, 0x4055;
-            prmt.b32 $5, odd, 0x43, 0x4155;
-            prmt.b32 $6, odd, 0x43, 0x4255;
-            prmt.b32 $7, odd, 0x43, 0x4355;
+            .reg .b16 scale, base;
+            .reg .b32 s, b, v0, v1, v2, v3;
+            mov.b32 {scale, base}, $9;
+            mov.b32 s, {scale, scale};
+            mov.b32 b, {base, base};
+            shl.b32 v0, $8, 3;
+            shr.u32 v1, $8, 1;
+            shr.u32 v2, $8, 5;
+            shr.u32 v3, $8, 9;
+            lop3.b32 v0, v0, 0x00780078, 0x41804180, 0xEA;
+            lop3.b32 v1, v1, 0x00780078, 0x41804180, 0xEA;
+            lop3.b32 v2, v2, 0x00780078, 0x41804180, 0xEA;
+            lop3.b32 v3, v3, 0x00780078, 0x41804180, 0xEA;
+            fma.rn.bf16x2 v0, v0, s, b;
+            fma.rn.bf16x2 v1, v1, s, b;
+            fma.rn.bf16x2 v2, v2, s, b;
+            fma.rn.bf16x2 v3, v3, s, b;
+            mov.b32 {$0, $1}, v0;
+            mov.b32 {$2, $3}, v1;
+            mov.b32 {$4, $5}, v2;
+            mov.b32 {$6, $7}, v3;
             }
             """,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r",
-            [words],
-            dtype=(tl.float32,) * 8,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [words, scales],
+            dtype=(tl.bfloat16,) * 8,
             is_pure=True,
             pack=1,
         )
     else:
-        n0 = (words & 15).to(tl.float32) + NIBBLE_OFFSET
-        n1 = ((words >> 4) & 15).to(tl.float32) + NIBBLE_OFFSET
-        n2 = ((words >> 8) & 15).to(tl.float32) + NIBBLE_OFFSET
-        n3 = ((words >> 12) & 15).to(tl.float32) + NIBBLE_OFFSET
-        n4 = ((words >> 16) & 15).to(tl.float32) + NIBBLE_OFFSET
-        n5 = ((words >> 20) & 15).to(tl.float32) + NIBBLE_OFFSET
-        n6 = ((words >> 24) & 15).to(tl.float32) + NIBBLE_OFFSET
-        n7 = ((words >> 28) & 15).to(tl.float32) + NIBBLE_OFFSET
-    return n0, n1, n2, n3, n4, n5, n6, n7
+        scale, base = scale_and_base(scales)
+        a0 = _nibble_value(words, scale, base, 0, NUMBER)
+        a1 = _nibble_value(words, scale, base, 4, NUMBER)
+        a2 = _nibble_value(words, scale, base, 8, NUMBER)
+        a3 = _nibble_value(words, scale, base, 12, NUMBER)
+        b0 = _nibble_value(words, scale, base, 16, NUMBER)
+        b1 = _nibble_value(words, scale, base, 20, NUMBER)
+        b2 = _nibble_value(words, scale, base, 24, NUMBER)
+        b3 = _nibble_value(words, scale, base, 28, NUMBER)
+    return a0, b0, a1, b1, a2, b2, a3, b3
 
 
 @triton.jit
-def bytes_as_floats(words, NATIVE: tl.constexpr):
-    """int32 to the four signed bytes in each, lowest first, float32 and 32,896 (`BYTE_OFFSET`) more than they are: 2^15
-    and a byte from 0 to 255 in the mantissa's middle."""
-    if NATIVE:
-        b0, b1, b2, b3 = tl.inline_asm_elementwise(
+def _nibble_value(words, scale, base, SHIFT: tl.constexpr, NUMBER: tl.constexpr):
+    return ((((words >> SHIFT) & 15).to(tl.float32) + CODE_OFFSET) * scale + base).to(NUMBER)
+
+
+@triton.jit
+def _byte_values(words, NUMBER: tl.constexpr, NATIVE: tl.constexpr):
+    """The four signed bytes in each word as numbers, in the order of `_nibble_values`."""
+    if NATIVE and NUMBER == tl.bfloat16:
+        # Its low seven bits over 128 (0x4300), less 128, or less 256 (0x4380) where its sign is set.
+        a0, b0, a1, b1 = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 biased;
-            xor.b32 biased, $4, 0x80808080;
-            prmt.b32 $0, biased, 0x47, 0x4505;
-            prmt.b32 $1, biased, 0x47, 0x4515;
-            prmt.b32 $2, biased, 0x47, 0x4525;
-            prmt.b32 $3, biased, 0x47, 0x4535;
+            .reg .b32 second, v0, v1, less0, less1;
+            shr.u32 second, $4, 8;
+            lop3.b32 v0, $4, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 v1, second, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 less0, $4, 0x00800080, 0x43004300, 0xEA;
+            lop3.b32 less1, second, 0x00800080, 0x43004300, 0xEA;
+            sub.rn.bf16x2 v0, v0, less0;
+            sub.rn.bf16x2 v1, v1, less1;
+            mov.b32 {$0, $1}, v0;
+            mov.b32 {$2, $3}, v1;
             }
             """,
-            "=r,=r,=r,=r,r",
+            "=h,=h,=h,=h,r",
             [words],
-            dtype=(tl.float32,) * 4,
+            dtype=(tl.bfloat16,) * 4,
             is_pure=True,
             pack=1,
         )
     else:
-        b0 = ((words << 24) >> 24).to(tl.float32) + BYTE_OFFSET
-        b1 = ((words << 16) >> 24).to(tl.float32) + BYTE_OFFSET
-        b2 = ((words << 8) >> 24).to(tl.float32) + BYTE_OFFSET
-        b3 = (words >> 24).to(tl.float32) + BYTE_OFFSET
-    return b0, b1, b2, b3
+        a0 = ((words << 24) >> 24).to(tl.float32).to(NUMBER)
+        a1 = ((words << 16) >> 24).to(tl.float32).to(NUMBER)
+        b0 = ((words << 8) >> 24).to(tl.float32).to(NUMBER)
+        b1 = (words >> 24).to(tl.float32).to(NUMBER)
+    return a0, b0, a1, b1
 
 
 @triton.jit
-def scale_and_least(words):
-    """int32 words to the two bfloat16 in them as float32: the scale of 32 codes in the low half, and in the high one
-    what the code 0 stands for."""
+def scale_and_base(words):
+    """int32 words to the two bfloat16 in them as float32: the scale of 32 codes in the low half, in the high one their
+    base."""
     return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from worker.cuda.packed_codes import LOAD_WORDS, as_bytes, byte_dots, nibble_dots, scale_and_least
+from worker.cuda.packed_codes import CODE_OFFSET, LOAD_WORDS, as_bytes, byte_dots, nibble_dots, scale_and_base
 
 COLUMNS = tl.constexpr(8)
 # The largest of a load's values becomes this; so that no other rounds to more than 2^15 - 1.
@@ -30,36 +30,43 @@ def _each_load(values, WORDS: tl.constexpr):
 
 
 @triton.jit
+def _neighbours(x, start, PLACE: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr):
+    """float32 [WORDS] twice: what a word's low and its high half meet of x in their place of that number."""
+    word = tl.arange(0, WORDS)
+    pairs = start // 2 + word // LOAD_WORDS * (LOAD_WORDS * 16 // BITS) + PLACE * 4 + word % LOAD_WORDS
+    if x.dtype.element_ty == tl.bfloat16:  # both at once
+        pair = tl.load(x.to(tl.pointer_type(tl.int32)) + pairs)
+        low, high = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+    else:
+        low, high = tl.load(x + pairs * 2).to(tl.float32), tl.load(x + pairs * 2 + 1).to(tl.float32)
+    return low, high
+
+
+@triton.jit
 def _part_of_x(x, start, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
     """What columns share of x from `start` on: its integers' low and high bytes, as they meet the codes in even and in
     odd places (of eight bits, the same twice); for each load, what one of these integers is worth, and the sum of x."""
     WORDS: tl.constexpr = DEPTH * BITS // 32
-    word = tl.arange(0, WORDS)
-    at = x + start + word // LOAD_WORDS * (LOAD_WORDS * 32 // BITS) + word % LOAD_WORDS
-    x0 = tl.load(at).to(tl.float32)
-    x1 = tl.load(at + 4).to(tl.float32)
-    x2 = tl.load(at + 8).to(tl.float32)
-    x3 = tl.load(at + 12).to(tl.float32)
-    largest = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
-    total = (x0 + x1) + (x2 + x3)
+    x0, y0 = _neighbours(x, start, 0, WORDS, BITS)
+    x1, y1 = _neighbours(x, start, 1, WORDS, BITS)
+    largest = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(y0)), tl.maximum(tl.abs(x1), tl.abs(y1)))
+    total = (x0 + y0) + (x1 + y1)
     if BITS == 4:
-        x4 = tl.load(at + 16).to(tl.float32)
-        x5 = tl.load(at + 20).to(tl.float32)
-        x6 = tl.load(at + 24).to(tl.float32)
-        x7 = tl.load(at + 28).to(tl.float32)
-        others = tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7)))
+        x2, y2 = _neighbours(x, start, 2, WORDS, BITS)
+        x3, y3 = _neighbours(x, start, 3, WORDS, BITS)
+        others = tl.maximum(tl.maximum(tl.abs(x2), tl.abs(y2)), tl.maximum(tl.abs(x3), tl.abs(y3)))
         largest = tl.maximum(largest, others)
-        total += (x4 + x5) + (x6 + x7)
+        total += (x2 + y2) + (x3 + y3)
     # Integers know no NaN: where x has one, what they are worth is infinite, so that it shows in every product.
     largest = tl.where(total != total, float("inf"), largest)
     most = tl.maximum(tl.max(_each_load(largest, WORDS), axis=1), 1e-30)
     factor = _LARGEST / most
     spread = tl.reshape(tl.broadcast_to(factor[:, None], (WORDS // LOAD_WORDS, LOAD_WORDS)), (WORDS,))
     if BITS == 4:
-        low_even, high_even = as_bytes(x0, x2, x4, x6, spread, NATIVE)
-        low_odd, high_odd = as_bytes(x1, x3, x5, x7, spread, NATIVE)
+        low_even, high_even = as_bytes(x0, x2, y0, y2, spread, NATIVE)
+        low_odd, high_odd = as_bytes(x1, x3, y1, y3, spread, NATIVE)
     else:
-        low_even, high_even = as_bytes(x0, x1, x2, x3, spread, NATIVE)
+        low_even, high_even = as_bytes(x0, x1, y0, y1, spread, NATIVE)
         low_odd, high_odd = low_even, high_even
     total = tl.sum(_each_load(total, WORDS), axis=1)
     return low_even, high_even, low_odd, high_odd, most / _LARGEST, total
@@ -82,8 +89,8 @@ def _dots(
     if BITS == 4:
         dots = nibble_dots(words, low_even, high_even, low_odd, high_odd, NATIVE)
         dots = tl.sum(_each_load(dots, WORDS), axis=1).to(tl.float32) * worth
-        scale, least = scale_and_least(tl.load(scales + column * (K // 32) + start // 32 + tl.arange(0, DEPTH // 32)))
-        dots = dots * scale + total * least
+        scale, base = scale_and_base(tl.load(scales + column * (K // 32) + start // 32 + tl.arange(0, DEPTH // 32)))
+        dots = dots * scale + total * (base + CODE_OFFSET * scale)
     else:
         dots = byte_dots(words, low_even, high_even, NATIVE)
         dots = tl.sum(_each_load(dots, WORDS), axis=1).to(tl.float32) * worth

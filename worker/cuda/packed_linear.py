@@ -1,7 +1,8 @@
 """Products of few rows with matrices of four or eight bits, on the tensor cores: `worker.cuda.linear` for packed ones.
 
-The codes become the tensor cores' numbers in registers: weights are the 64-row operand whatever the number of rows.
-Of eight bits a code is exact in bfloat16 and the column's scale comes last; of four bits the value is rounded to it.
+The codes become the tensor cores' numbers in registers, and stay there: weights are the 64-row operand whatever the
+number of rows, and lie in memory so that every thread loads what is its own of that operand (`packed`). Of eight bits
+a code is exact in bfloat16 and the column's scale comes last; of four bits the value is rounded to it.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -13,42 +14,30 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from worker.cuda.packed_codes import (
-    BYTE_OFFSET,
-    LOAD_WORDS,
-    NIBBLE_OFFSET,
-    bytes_as_floats,
-    nibbles_as_floats,
-    scale_and_least,
-)
+from worker.cuda.packed_codes import LOAD_WORDS, in_order
 
 
 @triton.jit
-def _accumulate(
-    acc, x, codes, scales, rows, columns, start,
-    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
+def _weights(
+    x, codes, scales, columns, start, K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """acc [COLUMNS, ROWS] + w [columns, K] times x [rows, K] transposed, over K in [start, start + DEPTH). A product
-    for each place of a code in its word."""
+    """[COLUMNS, DEPTH] of x's type from column `start` of K on; of eight bits they lack the columns' scales."""
     WORDS: tl.constexpr = DEPTH * BITS // 32
-    word = tl.arange(0, WORDS)
-    loaded = tl.load(codes + columns[:, None] * (K * BITS // 32) + (start * BITS // 32 + word)[None, :])
-    depth = start + word // LOAD_WORDS * (LOAD_WORDS * 32 // BITS) + word % LOAD_WORDS
-    x_at = x + rows[None, :] * K + depth[:, None]
-    if BITS == 8:
-        values = bytes_as_floats(loaded, NATIVE)
-        for place in tl.static_range(4):
-            weights = (values[place] - BYTE_OFFSET).to(x.dtype.element_ty)
-            acc = tl.dot(weights, tl.load(x_at + place * LOAD_WORDS), acc, input_precision="ieee")
+    words = tl.load(codes + columns[:, None] * (K * BITS // 32) + (start * BITS // 32 + tl.arange(0, WORDS))[None, :])
+    if BITS == 4:
+        LOADS: tl.constexpr = WORDS // LOAD_WORDS
+        loaded = tl.load(scales + columns[:, None] * (K // 32) + (start // 32 + tl.arange(0, LOADS))[None, :])
+        of_words = tl.reshape(tl.broadcast_to(loaded[:, :, None], (COLUMNS, LOADS, LOAD_WORDS)), (COLUMNS, WORDS))
     else:
-        at = scales + columns[:, None] * (K // 32) + (start // 32 + word // LOAD_WORDS)[None, :]
-        scale, least = scale_and_least(tl.load(at))
-        base = least - NIBBLE_OFFSET * scale
-        values = nibbles_as_floats(loaded, NATIVE)
-        for place in tl.static_range(8):
-            weights = (values[place] * scale + base).to(x.dtype.element_ty)
-            acc = tl.dot(weights, tl.load(x_at + place * LOAD_WORDS), acc, input_precision="ieee")
-    return acc
+        of_words = words
+    return in_order(words, of_words, COLUMNS, WORDS, BITS, x.dtype.element_ty, NATIVE)
+
+
+@triton.jit
+def _rows(x, rows, start, K: tl.constexpr, DEPTH: tl.constexpr):
+    """x [rows, K] transposed, K in [start, start + DEPTH)."""
+    return tl.load(x + rows[None, :] * K + (start + tl.arange(0, DEPTH))[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows", "split_stride"])
@@ -66,7 +55,8 @@ def packed_split_kernel(
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     first = split * (K // SPLITS)
     for k in range(0, K // SPLITS, DEPTH):
-        acc = _accumulate(acc, x, codes, scales, rows, columns, first + k, K, DEPTH, BITS, NATIVE)
+        weights = _weights(x, codes, scales, columns, first + k, K, COLUMNS, DEPTH, BITS, NATIVE)
+        acc = tl.dot(weights, _rows(x, rows, first + k, K, DEPTH), acc, input_precision="ieee")
     if PDL:
         gdc_launch_dependents()
     if BITS == 8:
@@ -89,8 +79,11 @@ def packed_gate_up_kernel(
     gate = tl.zeros([COLUMNS, ROWS], tl.float32)
     up = tl.zeros([COLUMNS, ROWS], tl.float32)
     for k in range(0, K, DEPTH):
-        gate = _accumulate(gate, x, codes, scales, rows, columns, k, K, DEPTH, BITS, NATIVE)
-        up = _accumulate(up, x, codes, scales, rows, columns + N, k, K, DEPTH, BITS, NATIVE)
+        part = _rows(x, rows, k, K, DEPTH)
+        weights = _weights(x, codes, scales, columns, k, K, COLUMNS, DEPTH, BITS, NATIVE)
+        gate = tl.dot(weights, part, gate, input_precision="ieee")
+        weights = _weights(x, codes, scales, columns + N, k, K, COLUMNS, DEPTH, BITS, NATIVE)
+        up = tl.dot(weights, part, up, input_precision="ieee")
     if PDL:
         gdc_launch_dependents()
     if BITS == 8:
@@ -104,21 +97,16 @@ def packed_gate_up_kernel(
 def values_kernel(codes, scales, out, K: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
     """out [N, K]: a packed matrix's values, for products of many rows by the vendor's library."""
     row = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     row_words: tl.constexpr = K * BITS // 32
-    inside = word < row_words
-    loaded = tl.load(codes + row * row_words + word, mask=inside, other=0)
-    at = out + row * K + word // LOAD_WORDS * (LOAD_WORDS * 32 // BITS) + word % LOAD_WORDS
-    if BITS == 8:
-        scale = tl.load(scales + row)
-        values = bytes_as_floats(loaded, NATIVE)
-        for place in tl.static_range(4):
-            value = (values[place] - BYTE_OFFSET) * scale
-            tl.store(at + place * LOAD_WORDS, value.to(out.dtype.element_ty), mask=inside)
+    CODES: tl.constexpr = 32 // BITS
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    words = tl.load(codes + row * row_words + word, mask=word < row_words, other=0)
+    if BITS == 4:
+        of_words = tl.load(scales + row * (K // 32) + word // LOAD_WORDS, mask=word < row_words, other=0)
     else:
-        words = tl.load(scales + row * (K // 32) + word // LOAD_WORDS, mask=inside, other=0)
-        scale, least = scale_and_least(words)
-        values = nibbles_as_floats(loaded, NATIVE)
-        for place in tl.static_range(8):
-            value = (values[place] - NIBBLE_OFFSET) * scale + least
-            tl.store(at + place * LOAD_WORDS, value.to(out.dtype.element_ty), mask=inside)
+        of_words = words
+    values = in_order(words[None, :], of_words[None, :], 1, WORDS, BITS, out.dtype.element_ty, NATIVE)
+    if BITS == 8:
+        values = (values.to(tl.float32) * tl.load(scales + row)).to(out.dtype.element_ty)
+    column = tl.program_id(1) * (WORDS * CODES) + tl.arange(0, WORDS * CODES)
+    tl.store(out + row * K + column[None, :], values, mask=(column < K)[None, :])
