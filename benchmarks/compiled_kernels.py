@@ -61,6 +61,8 @@ class Compiler:
         """In the place of `triton.runtime.jit.JITFunction.run`."""
         names = [param.name for param in kernel.params]
         values = dict(zip(names, args, strict=False)) | {name: v for name, v in named.items() if name in names}
+        if "NATIVE" in values:  # though these tensors are on no device
+            values["NATIVE"] = True
         options = {name: named[name] for name in _OPTIONS if name in named}
         sizes = tuple(grid(values) if callable(grid) else grid)
         if any(size > GRID_LIMIT for size in sizes[1:]):

@@ -15,17 +15,9 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from tests.decode_rig import Rig, relative_error  # noqa: E402
-from worker.cuda.decode_plan import (  # noqa: E402
-    AttentionTile,
-    Chain,
-    DecodePlan,
-    GemvTile,
-    GemvTiles,
-    LinearTile,
-    LinearTiles,
-    Reduce,
-)
+from worker.cuda.decode_plan import AttentionTile, Chain, DecodePlan, Reduce  # noqa: E402
 from worker.cuda.decode_shape import DecodeShape  # noqa: E402
+from worker.cuda.tiles import GemvTile, GemvTiles, LinearTile, LinearTiles  # noqa: E402
 
 if INTERPRETED:
     # The interpreter turns arrays of one element into numbers, which NumPy 2 deprecates.

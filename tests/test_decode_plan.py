@@ -29,7 +29,8 @@ ODD = DecodeShape(
     hidden=200, num_heads=6, num_kv_heads=1, head_dim=96, ffn=300, vocab_size=1003, context=256, norm_eps=1e-5,
     dtype=BF16, windows=(None,) * 2,
 )  # fmt: skip
-SHAPES = {"llama-8b": LLAMA_8B, "qwen3-0.6b": QWEN3_06B, "smollm2": SMOLLM2, "odd": ODD}
+PACKED = {f"llama-8b {bits}": replace(LLAMA_8B, quantization=bits) for bits in ("int8", "int4")}
+SHAPES = PACKED | {"llama-8b": LLAMA_8B, "qwen3-0.6b": QWEN3_06B, "smollm2": SMOLLM2, "odd": ODD}
 WIDTHS = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 256)
 SHARED_MEMORY_BYTES = 227 * 1024
 

@@ -89,7 +89,7 @@ def test_an_engine_draws_what_its_values_score_best(
         cuda_graph=cuda_graph,
     )  # fmt: skip
     decoder = load_program(config).decoder
-    shape = decode_shape(decoder.config, CONTEXT, decoder.dtype(decoder.weights))
+    shape = decode_shape(decoder.config, CONTEXT, decoder.dtype, decoder.weights.quantization)
     chains = [plan_decode(shape, width, hopper=True).chain for width in (1, 4)]
     assert chains == [Chain.GEMV, Chain.SPLIT_K]
     executor = build_executor(config)

@@ -15,10 +15,11 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.cuda_rig import DEVICE, INTERPRETED
-from worker.cuda.decode_plan import GemvTile
 from worker.cuda.packed import PackedMatrix, pack_int4, pack_int8
 from worker.cuda.packed_products import residual_gemv
-from worker.cuda.packed_rows import product_of_rows, tile_of
+from worker.cuda.packed_rows import product_of_rows
+from worker.cuda.packed_tiles import product_tile
+from worker.cuda.tiles import GemvTile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,17 +42,16 @@ def error(num_rows: int, num_columns: int, depth: int, pack: Pack) -> float:
 
 
 @pytest.mark.parametrize("pack", [pack_int8, pack_int4])
-@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 33, 64, 65])
+@pytest.mark.parametrize("num_rows", [1, 5, 9, 16, 17, 33, 64, 65])
 def test_any_number_of_rows_is_multiplied_with_the_values(num_rows: int, pack: Pack) -> None:
     assert error(num_rows, 128, 512, pack) < MOST_ERROR
 
 
 @pytest.mark.parametrize("pack", [pack_int8, pack_int4])
 def test_shapes_that_the_kernel_does_not_take_are_multiplied_alike(pack: Pack) -> None:
-    assert tile_of(3, 96, 512) is None
-    assert error(3, 96, 512, pack) < MOST_ERROR
-    assert tile_of(3, 128, 96) is None
-    assert error(3, 128, 96, pack) < MOST_ERROR
+    for num_columns, depth in ((96, 512), (128, 96)):
+        assert product_tile(4, 3, num_columns, depth) is None
+        assert error(3, num_columns, depth, pack) < MOST_ERROR
 
 
 @pytest.mark.parametrize("fault", [float("nan"), float("inf")])
@@ -70,14 +70,3 @@ def test_what_is_no_number_shows_in_every_product_of_a_lone_row(pack: Pack, faul
     assert product().isfinite().all()
     x[700] = fault
     assert not product().isfinite().any()
-
-
-def test_narrow_matrices_are_cut_along_k_until_the_device_is_busy() -> None:
-    narrow, wide, odd = tile_of(1, 1024, 4096), tile_of(20, 28_672, 4096), tile_of(64, 64, 384)
-    assert narrow is not None
-    assert wide is not None
-    assert odd is not None
-    assert (narrow.rows, narrow.splits) == (16, 8)
-    assert (wide.rows, wide.splits) == (32, 1)
-    assert (odd.rows, odd.splits) == (64, 1)
-    assert tile_of(65, 1024, 4096) is None

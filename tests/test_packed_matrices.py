@@ -11,6 +11,7 @@ from tests.decode_reference import random_weights
 from worker.cuda.decode_plan import Chain, plan_decode
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.packed import PackedMatrix, pack_int4, pack_int8, pack_weights
+from worker.cuda.packed_tiles import product_tile
 
 LLAMA_8B = DecodeShape(
     hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14_336, vocab_size=128_256, context=8192,
@@ -104,3 +105,14 @@ def test_a_large_model_runs_its_own_kernels_up_to_64_rows() -> None:
     assert chains == {
         1: Chain.GEMV, 2: Chain.SPLIT_K, 16: Chain.SPLIT_K, 64: Chain.SPLIT_K, 128: Chain.LIBRARY,
     }  # fmt: skip
+
+
+def test_narrow_matrices_are_cut_along_k_until_the_device_is_busy() -> None:
+    narrow, wide, odd = product_tile(4, 1, 1024, 4096), product_tile(8, 20, 28_672, 4096), product_tile(8, 64, 64, 384)
+    assert narrow is not None
+    assert wide is not None
+    assert odd is not None
+    assert (narrow.rows, narrow.depth, narrow.splits) == (16, 128, 8)
+    assert (wide.rows, wide.depth, wide.splits) == (32, 128, 2)
+    assert (odd.rows, odd.columns, odd.splits) == (64, 64, 1)
+    assert product_tile(8, 65, 1024, 4096) is None

@@ -17,7 +17,7 @@ from worker.cuda.decode_attention import LOG2_E, attention_kernel
 from worker.cuda.decode_buffers import DecodeBuffers, next_power_of_2
 from worker.cuda.decode_end import DecodeEnd, Sampler
 from worker.cuda.decode_parts import reduce_kernel
-from worker.cuda.decode_plan import Chain, DecodePlan, LinearTile, Reduce
+from worker.cuda.decode_plan import Chain, DecodePlan, Reduce
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.decode_state import DecodeState
 from worker.cuda.linear import gate_up_kernel, split_linear_kernel
@@ -25,6 +25,7 @@ from worker.cuda.norm import add_norm_kernel, embed_kernel, silu_kernel
 from worker.cuda.packed import PackedMatrix, values_of
 from worker.cuda.packed_products import gate_up_product, split_product
 from worker.cuda.row_layers import RowLayers
+from worker.cuda.tiles import LinearTile
 from worker.models.decoder import Beside
 from worker.models.lora import Site
 from worker.models.weights import DecoderWeights, LayerWeights

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from worker.cuda.decode_shape import DecodeShape
+from worker.cuda.packed_tiles import packed_gemv_tiles, packed_linear_tiles
+from worker.cuda.tiles import GemvTile, GemvTiles, LinearTile, LinearTiles
 
 ITEM_WORDS = 8
 """Words of a piece of attention's work, int32: its row, the row's slot, position and new cell, the row's first piece
@@ -61,49 +63,6 @@ class AttentionTile:
 
 
 @dataclass(frozen=True, slots=True)
-class GemvTile:
-    """`columns` a program, `depth` of K at a time. `early`: lets the next kernel start when this one starts."""
-
-    columns: int
-    depth: int
-    warps: int
-    early: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LinearTile:
-    """`rows` x `columns` a program, K in `splits`, `depth` of K at a time, `stages` of it in flight. `swap`: weights
-    are the tensor cores' 64-row operand."""
-
-    rows: int
-    columns: int
-    depth: int
-    splits: int
-    stages: int
-    warps: int
-    swap: bool
-    early: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class GemvTiles:
-    qkv: GemvTile
-    o: GemvTile
-    gate_up: GemvTile
-    down: GemvTile
-    head: GemvTile
-
-
-@dataclass(frozen=True, slots=True)
-class LinearTiles:
-    qkv: LinearTile
-    o: LinearTile
-    gate_up: LinearTile
-    down: LinearTile
-    head: LinearTile
-
-
-@dataclass(frozen=True, slots=True)
 class DecodePlan:
     """How steps of up to `width` rows run. `gemv` belongs to the GEMV chain, `linear` to SPLIT_K. `dependent_launch`:
     kernels are launched as programmatic dependents of the one before (Hopper and later). `whole_gate_up`: SPLIT_K
@@ -130,10 +89,8 @@ class DecodePlan:
 
 def adapted(plan: DecodePlan, shape: DecodeShape) -> DecodePlan:
     """How steps of the same width run with adapters, which are added to every product before it is used."""
-    linear = plan.linear
-    if plan.chain is Chain.GEMV:  # whose products are used where they are made
-        linears = _linear if shape.bits is None else _packed_linear
-        linear = linears(shape, plan.width, shape.hidden <= _SMALL)
+    fast = plan.chain is not Chain.LIBRARY
+    linear = _linears(shape, plan.width, whole_gate_up=True) if fast else None
     if linear is None:
         return DecodePlan(plan.width, Chain.LIBRARY, plan.attention)
     return replace(plan, chain=Chain.SPLIT_K, gemv=None, linear=linear, whole_gate_up=True)
@@ -148,12 +105,24 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     # The fast kernels index a weight with 32 bits.
     if not hopper or shape.dtype is not torch.bfloat16 or shape.mlp_bias or largest >= 2**31:
         return DecodePlan(width, Chain.LIBRARY, attention)
-    gemvs, linears, widest = (_gemv, _linear, 256 if small else 64) if shape.bits is None else (*_PACKED, 64)
-    if width == 1 and not shape.output_bias and (gemv := gemvs(shape, small)) is not None:
+    widest = 256 if small and shape.bits is None else 64
+    if width == 1 and not shape.output_bias and (gemv := _gemvs(shape)) is not None:
         return DecodePlan(width, Chain.GEMV, attention, gemv=gemv, dependent_launch=True)
-    if width <= widest and (linear := linears(shape, width, small)) is not None:
+    if width <= widest and (linear := _linears(shape, width)) is not None:
         return DecodePlan(width, Chain.SPLIT_K, attention, linear=linear, dependent_launch=True)
     return DecodePlan(width, Chain.LIBRARY, attention)
+
+
+def _gemvs(shape: DecodeShape) -> GemvTiles | None:
+    tiles = _gemv(shape, shape.hidden <= _SMALL)
+    return tiles if tiles is None or shape.bits is None else packed_gemv_tiles(shape, shape.bits, tiles.head)
+
+
+def _linears(shape: DecodeShape, width: int, *, whole_gate_up: bool = False) -> LinearTiles | None:
+    tiles = _linear(shape, width, shape.hidden <= _SMALL)
+    if tiles is None or shape.bits is None:
+        return tiles
+    return packed_linear_tiles(shape, shape.bits, width, tiles.head, whole_gate_up=whole_gate_up)
 
 
 def _attention(width: int, small: bool) -> AttentionTile:
@@ -246,51 +215,3 @@ def _linear(shape: DecodeShape, width: int, small: bool) -> LinearTiles | None:
     if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
     return LinearTiles(replace(qkv, early=rows == 16), o, gate_up, down, head)
-
-
-def _packed_gemv(shape: DecodeShape, small: bool) -> GemvTiles | None:
-    """Tiles of packed matrices: as many warps as K can be cut for, of whose threads each loads 16 bytes."""
-
-    def tile(n: int, k: int, columns: int) -> GemvTile | None:
-        assert shape.bits is not None
-        a_warp = 32 * 128 // shape.bits
-        warps = next((warps for warps in (4, 2, 1) if k % (warps * a_warp) == 0), None)
-        return None if warps is None or n % columns else GemvTile(columns, warps * a_warp, warps)
-
-    plain = _gemv(shape, small)
-    qkv = tile(shape.qkv_columns, shape.hidden, 8)
-    o = tile(shape.hidden, shape.query_columns, 8)
-    gate_up = tile(shape.ffn, shape.hidden, 4)
-    down = tile(shape.hidden, shape.ffn, 8)
-    if plain is None or qkv is None or o is None or gate_up is None or down is None:
-        return None
-    return GemvTiles(qkv, o, gate_up, down, plain.head)
-
-
-def _packed_linear(shape: DecodeShape, width: int, small: bool) -> LinearTiles | None:
-    """The plain ones, with weights as the tensor cores' 64-row operand and K in steps that words can be cut into."""
-    assert shape.bits is not None
-    plain, step = _linear(shape, width, small), 32 * _PACKED_WORDS // shape.bits
-    if plain is None or any(k % step for k in (shape.hidden, shape.query_columns, shape.ffn)):
-        return None
-
-    def packed(tile: LinearTile, n: int, k: int) -> LinearTile | None:
-        splits, stages = tile.splits, 3 if tile.rows == 64 else 4
-        while k % (splits * step):
-            splits //= 2
-        if n % 64:
-            return None
-        return replace(tile, columns=64, depth=step, splits=splits, stages=stages, warps=4, swap=True, early=False)
-
-    qkv = packed(plain.qkv, shape.qkv_columns, shape.hidden)
-    o = packed(plain.o, shape.hidden, shape.query_columns)
-    gate_up = packed(plain.gate_up, shape.ffn, shape.hidden)
-    down = packed(plain.down, shape.hidden, shape.ffn)
-    if qkv is None or o is None or gate_up is None or down is None:
-        return None
-    return LinearTiles(qkv, o, gate_up, down, plain.head)
-
-
-# Words of a row that a product takes at a time: each is as deep as that for each place of a code in them.
-_PACKED_WORDS = 32
-_PACKED = _packed_gemv, _packed_linear

@@ -3,13 +3,13 @@
 `NATIVE` says that instructions are written out, for which Triton's interpreter has no meaning; without it the same is
 computed by plain operations.
 
-No code is converted: bits of two at a time go into the mantissas of a pair of numbers whose exponents are known, and one
+No code is converted: bits of two at a time go into the mantissas of two numbers whose exponents are known, and one
 packed instruction takes the rest off. (FasterTransformer's weight-only products, and Marlin's, Frantar et al. 2024, do
 so for float16, whose mantissa has room for eight bits; here bfloat16's seven are made to do.)
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -132,18 +132,19 @@ def in_order(words, scales, COUNT: tl.constexpr, WORDS: tl.constexpr, BITS: tl.c
         a0, b0, a1, b1, a2, b2, a3, b3 = _nibble_values(words, scales, NUMBER, NATIVE)
         even = tl.join(tl.join(a0, b0), tl.join(a2, b2))
         odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
-        columns = tl.reshape(tl.join(even, odd), (COUNT, LOADS, LOAD_WORDS, 2, 2, 2))  # half, place / 2, place % 2
-        return tl.reshape(tl.permute(columns, (0, 1, 4, 5, 2, 3)), (COUNT, WORDS * 8))
+        places = tl.reshape(tl.join(even, odd), (COUNT, LOADS, LOAD_WORDS, 2, 2, 2))  # half, place / 2, place % 2
+        columns = tl.reshape(tl.permute(places, (0, 1, 4, 5, 2, 3)), (COUNT, WORDS * 8))
     else:
         a0, b0, a1, b1 = _byte_values(words, NUMBER, NATIVE)
-        columns = tl.reshape(tl.join(tl.join(a0, b0), tl.join(a1, b1)), (COUNT, LOADS, LOAD_WORDS, 2, 2))  # half, place
-        return tl.reshape(tl.permute(columns, (0, 1, 4, 2, 3)), (COUNT, WORDS * 4))
+        places = tl.reshape(tl.join(tl.join(a0, b0), tl.join(a1, b1)), (COUNT, LOADS, LOAD_WORDS, 2, 2))  # half, place
+        columns = tl.reshape(tl.permute(places, (0, 1, 4, 2, 3)), (COUNT, WORDS * 4))
+    return columns
 
 
 @triton.jit
 def _nibble_values(words, scales, NUMBER: tl.constexpr, NATIVE: tl.constexpr):
     """The eight values in each word: the low half's first, the high half's first, the low half's second and so on."""
-    if NATIVE and NUMBER == tl.bfloat16:
+    if NATIVE and tl.bfloat16 == NUMBER:
         # 0x4180 is 16, of whose mantissa bit 3 counts one: 0x4180 | code << 3 is 16 + code.
         a0, b0, a1, b1, a2, b2, a3, b3 = tl.inline_asm_elementwise(
             """
@@ -198,7 +199,7 @@ def _nibble_value(words, scale, base, SHIFT: tl.constexpr, NUMBER: tl.constexpr)
 @triton.jit
 def _byte_values(words, NUMBER: tl.constexpr, NATIVE: tl.constexpr):
     """The four signed bytes in each word as numbers, in the order of `_nibble_values`."""
-    if NATIVE and NUMBER == tl.bfloat16:
+    if NATIVE and tl.bfloat16 == NUMBER:
         # Its low seven bits over 128 (0x4300), less 128, or less 256 (0x4380) where its sign is set.
         a0, b0, a1, b1 = tl.inline_asm_elementwise(
             """

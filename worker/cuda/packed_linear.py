@@ -71,25 +71,25 @@ def packed_gate_up_kernel(
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     BITS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, N] = silu(x @ gate.T) * (x @ up.T); the matrix is [2 N, K], the gate's rows first."""
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    """out [rows, N] = silu(x @ gate.T) * (x @ up.T); the matrix is [2 N, K], the gate's rows first. Eight of gate and
+    eight of up take turns in the operand, so that a thread gets both of a column."""
+    operand = tl.arange(0, 2 * COLUMNS)
+    both = tl.program_id(0) * COLUMNS + operand // 16 * 8 + operand % 8 + operand // 8 % 2 * N
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if PDL:
         gdc_wait()
-    gate = tl.zeros([COLUMNS, ROWS], tl.float32)
-    up = tl.zeros([COLUMNS, ROWS], tl.float32)
+    acc = tl.zeros([2 * COLUMNS, ROWS], tl.float32)
     for k in range(0, K, DEPTH):
-        part = _rows(x, rows, k, K, DEPTH)
-        weights = _weights(x, codes, scales, columns, k, K, COLUMNS, DEPTH, BITS, NATIVE)
-        gate = tl.dot(weights, part, gate, input_precision="ieee")
-        weights = _weights(x, codes, scales, columns + N, k, K, COLUMNS, DEPTH, BITS, NATIVE)
-        up = tl.dot(weights, part, up, input_precision="ieee")
+        weights = _weights(x, codes, scales, both, k, K, 2 * COLUMNS, DEPTH, BITS, NATIVE)
+        acc = tl.dot(weights, _rows(x, rows, k, K, DEPTH), acc, input_precision="ieee")
     if PDL:
         gdc_launch_dependents()
     if BITS == 8:
-        gate *= tl.load(scales + columns)[:, None]
-        up *= tl.load(scales + columns + N)[:, None]
+        acc *= tl.load(scales + both)[:, None]
+    turns = tl.permute(tl.reshape(acc, (COLUMNS // 8, 2, 8, ROWS)), (0, 2, 3, 1))
+    gate, up = tl.split(tl.reshape(turns, (COLUMNS, ROWS, 2)))
     active = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tl.store(out + rows[None, :] * N + columns[:, None], active, mask=(rows < num_rows)[None, :])
 
 

@@ -9,10 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from worker.cuda.decode_plan import GemvTile, LinearTile
 from worker.cuda.packed import PackedMatrix
 from worker.cuda.packed_gemv import packed_gate_up_gemv_kernel, packed_normed_gemv_kernel, packed_residual_gemv_kernel
 from worker.cuda.packed_linear import packed_gate_up_kernel, packed_split_kernel, values_kernel
+from worker.cuda.tiles import GemvTile, LinearTile
 
 Launch = Mapping[str, Any]
 """Warps, stages, and whether a kernel is launched as a programmatic dependent."""

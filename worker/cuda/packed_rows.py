@@ -11,22 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.cuda.decode_plan import LinearTile
 from worker.cuda.packed import PackedMatrix
 from worker.cuda.packed_products import split_product, unpacked
-
-MOST_ROWS = 64
-_COLUMNS = 64
-_DEPTH = 128
-# Programs that keep the device's multiprocessors busy, and most parts of K for that.
-_PROGRAMS = 128
-_MAX_SPLITS = 8
+from worker.cuda.packed_tiles import product_tile
 
 
 def product_of_rows(x: Tensor, matrix: PackedMatrix) -> Tensor:
     """x [T, K] times the matrix [N, K] transposed: [T, N], of x's dtype; float32 sums. Waits for nothing."""
     num_rows, (num_columns, depth) = len(x), matrix.shape
-    tile = tile_of(num_rows, num_columns, depth)
+    tile = product_tile(matrix.bits, num_rows, num_columns, depth)
     if tile is None:
         return functional.linear(x, unpacked(matrix))
     room = -(-num_rows // tile.rows) * tile.rows
@@ -35,14 +28,3 @@ def product_of_rows(x: Tensor, matrix: PackedMatrix) -> Tensor:
     launch = {"PDL": False, "num_warps": tile.warps, "num_stages": tile.stages}
     split_product(whole, matrix, parts, num_rows, num_rows * num_columns, tile, launch)
     return (parts[0] if tile.splits == 1 else parts.sum(dim=0)).to(x.dtype)
-
-
-def tile_of(num_rows: int, num_columns: int, depth: int) -> LinearTile | None:
-    """How so many rows are multiplied with a matrix [num_columns, depth]; None where the kernel does not take them."""
-    if not 0 < num_rows <= MOST_ROWS or num_columns % _COLUMNS or depth % _DEPTH:
-        return None
-    rows = next(rows for rows in (16, 32, 64) if num_rows <= rows)
-    programs, splits = num_columns // _COLUMNS, 1
-    while programs * splits < _PROGRAMS and splits < _MAX_SPLITS and depth % (2 * splits * _DEPTH) == 0:
-        splits *= 2
-    return LinearTile(rows, _COLUMNS, _DEPTH, splits, stages=4, warps=4, swap=True)

@@ -10,11 +10,12 @@ from collections.abc import Callable
 import torch
 
 from worker.cuda.decode_buffers import DecodeBuffers
-from worker.cuda.decode_plan import DecodePlan, GemvTile, GemvTiles
+from worker.cuda.decode_plan import DecodePlan
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.gemv import normed_gate_up_gemv_kernel, normed_gemv_kernel, residual_gemv_kernel
 from worker.cuda.packed import PackedMatrix, packed_matrices
 from worker.cuda.packed_products import gate_up_gemv, normed_gemv, residual_gemv
+from worker.cuda.tiles import GemvTile, GemvTiles
 from worker.models.weights import LayerWeights
 
 Attend = Callable[[int, LayerWeights, torch.Tensor, DecodePlan], None]

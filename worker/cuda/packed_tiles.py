@@ -1,0 +1,78 @@
+"""How products with packed matrices are cut: the one table for all who launch them. Pure and in integers.
+
+Weights are the tensor cores' 64-row operand. Sizes follow from instructions a weight and bytes in flight, counted in
+what the compiler makes of them (`docs/gpu_decode_notes.md`); `benchmarks/packed_products.py` times others beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from worker.cuda.decode_shape import DecodeShape
+from worker.cuda.tiles import GemvTile, GemvTiles, LinearTile, LinearTiles
+
+MOST_ROWS = 64
+_LEAST_DEPTH = 64
+# Three programs for each multiprocessor hide each other's waits; a product has too few columns for them, so that K is
+# cut, at most into so many parts.
+_PROGRAMS = 3 * 132
+_MAX_SPLITS = 8
+
+
+def product_tile(bits: int, num_rows: int, num_columns: int, depth: int) -> LinearTile | None:
+    """How so many rows are multiplied with a matrix [num_columns, depth]; None where the kernel does not take them."""
+    wide = _tile(bits, num_rows, num_columns, depth, 128) or _tile(bits, num_rows, num_columns, depth, 64)
+    if wide is None:
+        return None
+    splits, programs = 1, num_columns // wide.columns
+    while programs * splits < _PROGRAMS and splits < _MAX_SPLITS and depth % (2 * splits * wide.depth) == 0:
+        splits *= 2
+    return replace(wide, splits=splits)
+
+
+def gate_up_tile(bits: int, num_rows: int, ffn: int, depth: int) -> LinearTile | None:
+    """The same for gate and up, of which a program has `columns` each. They are many and K cannot be cut, so that 64
+    in all make an even load; but every program reads all rows, which many rows make dear."""
+    both = _tile(bits, num_rows, 2 * ffn, depth, 128 if num_rows > 32 and ffn % 64 == 0 else 64)
+    return None if both is None or ffn % (both.columns // 2) else replace(both, columns=both.columns // 2)
+
+
+def _tile(bits: int, num_rows: int, num_columns: int, depth: int, columns: int) -> LinearTile | None:
+    """With K in one part. Wide tiles are half as deep: their operands have as many registers."""
+    deepest = 256 if bits == 4 and columns == 64 else 128
+    step = min(deepest, depth & -depth)
+    if not 0 < num_rows <= MOST_ROWS or num_columns % columns or step < _LEAST_DEPTH:
+        return None
+    rows = next(rows for rows in (16, 32, 64) if num_rows <= rows)
+    return LinearTile(rows, columns, step, 1, stages=3 if rows == 64 else 4, warps=4, swap=True)
+
+
+def packed_linear_tiles(
+    shape: DecodeShape, bits: int, width: int, head: LinearTile, *, whole_gate_up: bool
+) -> LinearTiles | None:
+    """`head` is plain. With `whole_gate_up` gate and up are a product like others, but for K, which is not cut."""
+    qkv = product_tile(bits, width, shape.qkv_columns, shape.hidden)
+    o = product_tile(bits, width, shape.hidden, shape.query_columns)
+    gate_up = gate_up_tile(bits, width, shape.ffn, shape.hidden)
+    down = product_tile(bits, width, shape.hidden, shape.ffn)
+    whole = product_tile(bits, width, 2 * shape.ffn, shape.hidden)
+    if qkv is None or o is None or gate_up is None or down is None or whole is None:
+        return None
+    return LinearTiles(qkv, o, replace(whole, splits=1) if whole_gate_up else gate_up, down, head)
+
+
+def packed_gemv_tiles(shape: DecodeShape, bits: int, head: GemvTile) -> GemvTiles | None:
+    """As many warps as K can be cut for, of whose threads each loads 16 bytes. `head` is plain."""
+
+    def tile(n: int, k: int, columns: int) -> GemvTile | None:
+        a_warp = 32 * 128 // bits
+        warps = next((warps for warps in (4, 2, 1) if k % (warps * a_warp) == 0), None)
+        return None if warps is None or n % columns else GemvTile(columns, warps * a_warp, warps)
+
+    qkv = tile(shape.qkv_columns, shape.hidden, 8)
+    o = tile(shape.hidden, shape.query_columns, 8)
+    gate_up = tile(shape.ffn, shape.hidden, 4)
+    down = tile(shape.hidden, shape.ffn, 8)
+    if qkv is None or o is None or gate_up is None or down is None:
+        return None
+    return GemvTiles(qkv, o, gate_up, down, head)

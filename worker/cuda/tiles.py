@@ -1,0 +1,48 @@
+"""How a decode step's products are cut into programs. Which tiles a product gets is `decode_plan`'s choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTile:
+    """`columns` a program, `depth` of K at a time. `early`: lets the next kernel start when this one starts."""
+
+    columns: int
+    depth: int
+    warps: int
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """`rows` x `columns` a program, K in `splits`, `depth` of K at a time, `stages` of it in flight. `swap`: weights
+    are the tensor cores' 64-row operand."""
+
+    rows: int
+    columns: int
+    depth: int
+    splits: int
+    stages: int
+    warps: int
+    swap: bool
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTiles:
+    qkv: GemvTile
+    o: GemvTile
+    gate_up: GemvTile
+    down: GemvTile
+    head: GemvTile
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTiles:
+    qkv: LinearTile
+    o: LinearTile
+    gate_up: LinearTile
+    down: LinearTile
+    head: LinearTile
