@@ -78,6 +78,15 @@ def resolve(model: str, report: Report = lambda line: None) -> Path:
     )
 
 
+def is_fetched(model: str) -> bool:
+    """Whether `resolve` would look for that name elsewhere, if it is not here."""
+    if Path(model).expanduser().exists():
+        return False
+    return model in BUILT_IN_MODELS or (
+        HUB_ID.fullmatch(model) is not None and Path(model).suffix not in _FILE_SUFFIXES
+    )
+
+
 def name_on_every_node(model: str) -> str:
     """What a process on another node can resolve: the whole path of files of this machine, else the name as it is."""
     path = Path(model).expanduser()

@@ -24,17 +24,18 @@ GATEWAY: Final = ("gateway.pem", "gateway-key.pem")
 
 def server_credentials(folder: Path) -> grpc.ServerCredentials:
     """Of a worker, which asks gateways for theirs. Raises `InvalidConfiguration` for a file that is not there."""
-    authority, certificate, key = (_read(folder / name) for name in (AUTHORITY, *WORKER))
+    authority, certificate, key = (read_file(folder / name) for name in (AUTHORITY, *WORKER))
     return grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
 
 
 def channel_credentials(folder: Path) -> grpc.ChannelCredentials:
     """Of a gateway. Raises `InvalidConfiguration` for a file that is not there."""
-    authority, certificate, key = (_read(folder / name) for name in (AUTHORITY, *GATEWAY))
+    authority, certificate, key = (read_file(folder / name) for name in (AUTHORITY, *GATEWAY))
     return grpc.ssl_channel_credentials(authority, key, certificate)
 
 
-def _read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """Raises `InvalidConfiguration`."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -8,15 +8,13 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from cryptography import x509
-
+from cluster.access.certificate_check import check_certificates
 from cluster.commands.ask import DIRECT, PROBE_TIMEOUT_S
 from cluster.commands.doctor_checks import Finding
 from cluster.commands.serve import read_keys
 from cluster.config import service_config
 from cluster.telemetry.service_metrics import METRICS
 from planner.errors import InvalidConfiguration
-from worker.tls import AUTHORITY, GATEWAY, WORKER, channel_credentials, server_credentials
 from worker.tracing import Protocol, can_export
 
 SOON: Final = timedelta(days=14)
@@ -41,15 +39,9 @@ def tls_finding(folder: Path, now: datetime) -> Finding:
     """Whether gateways and workers could use the folder, and for how long."""
     advice = "`raycomb certs` makes a folder; roll gateways and workers to have them read it"
     try:
-        server_credentials(folder)
-        channel_credentials(folder)
-        names = (AUTHORITY, WORKER[0], GATEWAY[0])
-        certificates = [x509.load_pem_x509_certificate((folder / name).read_bytes()) for name in names]
+        ends = check_certificates(folder, now)
     except InvalidConfiguration as error:
         return Finding("data plane TLS", error.message, advice)
-    except ValueError as error:
-        return Finding("data plane TLS", f"a file in {folder} is no certificate: {error}", advice)
-    ends = min(certificate.not_valid_after_utc for certificate in certificates)
     told = f"certificates in {folder} are good until {ends:%Y-%m-%d}"
     return Finding("data plane TLS", told, advice if ends - now < SOON else None)
 

@@ -11,12 +11,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from cluster.checkpoints import BUILT_IN_MODELS, HUB_ID, resolve
+from cluster.checkpoints import is_fetched, resolve
 from cluster.language.text import load_text
 from cluster.serving.front import check_port
 from cluster.version import installed_version, versions
 from planner.errors import InvalidConfiguration, SetupError
-from worker.programs.metadata import SUFFIX
 
 PROBE_S: Final = 10.0
 
@@ -95,7 +94,7 @@ def _is_serve(port: int) -> bool:
 
 def _model_fault(model: str) -> str | None:
     """Only files are looked at: a name that is fetched would be fetched by the workers."""
-    if model in BUILT_IN_MODELS or (HUB_ID.fullmatch(model) and not model.endswith((".gguf", SUFFIX))):
+    if is_fetched(model):
         return None
     try:
         load_text(resolve(model))

@@ -10,10 +10,14 @@ from typing import Any, Final
 
 import yaml
 
+from cluster.commands.before_ray import check_before_ray
 from cluster.commands.serve_flags import add_arguments
-from cluster.commands.serve_models import look_at, told_models
+from cluster.commands.serve_models import told_models
+from cluster.commands.terminal import report
 from cluster.config import ServiceConfig, service_config
 from cluster.serving.front import (
+    DEFAULT_GRPC_PORT,
+    EVERY_ADDRESS,
     Front,
     check_port,
     choose_front,
@@ -21,7 +25,6 @@ from cluster.serving.front import (
     front_environment,
 )
 from planner.errors import InvalidConfiguration
-from worker.tls import channel_credentials, server_credentials
 
 __all__ = ["add_arguments", "execute", "make_plan", "read_keys"]
 
@@ -66,14 +69,18 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         raise InvalidConfiguration(
             "--ask needs an --api-key: of those in --api-keys-file only hashes are known", param="ask"
         )
-    models = told_models(args)
+    service = service_config(_settings(args))
     check_port(args.host, args.port)
     front = choose_front(args.front)
-    grpc_port = choose_grpc_port(args.grpc_port, front, args.host)
-    for model in models:
-        look_at(model)
+    grpc_port = _grpc_port(args, front)
+    check_before_ray(service, joins_cluster=bool(os.environ.get("RAY_ADDRESS")))
+    return ServePlan(service, args.host, args.port, grpc_port, front, args.ask)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of `ServiceConfig`."""
     settings = {
-        "models": models,
+        "models": told_models(args),
         "http": {
             "api_keys": args.api_key or (),
             "admin_keys": args.admin_key or (),
@@ -89,10 +96,19 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     for name in ("step_log", "data_plane_tls"):
         if (folder := getattr(args, name)) is not None:
             settings[name] = str(Path(folder).absolute())  # workers and gateways run elsewhere
-    if args.data_plane_tls is not None:  # what a gateway or worker would fail over is told before Ray starts
-        server_credentials(Path(args.data_plane_tls))
-        channel_credentials(Path(args.data_plane_tls))
-    return ServePlan(service_config(settings), args.host, args.port, grpc_port, front, args.ask)
+    return settings
+
+
+def _grpc_port(args: argparse.Namespace, front: Front) -> int | None:
+    """None: there is no gRPC, which is told unless it was asked for."""
+    if args.grpc_port == args.port:
+        raise InvalidConfiguration(f"--port and --grpc-port are both {args.port}", param="grpc_port")
+    port = choose_grpc_port(args.grpc_port, front, args.host)
+    if port == args.port:
+        port = None
+    if port is None and args.grpc_port is None and args.host in EVERY_ADDRESS:
+        report(f"port {DEFAULT_GRPC_PORT} is taken, so there is no gRPC: --grpc-port chooses another one")
+    return port
 
 
 def read_keys(path: Path) -> list[Any]:

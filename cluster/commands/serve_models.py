@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from cluster.adapters.settings import named_modules
-from cluster.checkpoints import name_on_every_node, resolve
+from cluster.checkpoints import is_fetched, name_on_every_node, resolve
 from cluster.commands.engine_flags import engine_config, given_engine_settings
-from cluster.commands.terminal import report
-from cluster.language.text import load_text
 from cluster.model_settings import ModelSettings
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
-from worker.models.config import check_gguf_architecture, read_config
-from worker.programs.metadata import SUFFIX, read_metadata
 
 _OF_WORKERS: Final = ("num_workers", "min_workers", "max_workers", "executor")
 _OF_ONE: Final = ("served_model_name", "lora_modules", "lora_folder")
@@ -71,20 +67,6 @@ def _settings(entry: dict[str, Any], args: argparse.Namespace, where: str) -> di
     if (folder := told.get("lora_folder", args.lora_folder)) is not None:
         told["lora_folder"] = str(Path(folder).absolute())
     config = engine_config(model, given_engine_settings(args) | engine)
+    if not is_fetched(model):
+        resolve(model)  # raises where it is nothing
     return told | {"engine": config.model_copy(update={"model": name_on_every_node(model)})}
-
-
-def look_at(model: dict[str, Any]) -> None:
-    """Fetch the checkpoint if need be, and refuse what a gateway or worker would refuse. Raises `SetupError`."""
-    path = resolve(model["engine"].model, report)
-    load_text(path)
-    if "executor" in model:
-        return
-    if path.suffix == SUFFIX:
-        read_metadata(path)
-    elif path.suffix == ".gguf":
-        from worker.gguf_tensors import GgufTensors  # a library that no other command needs
-
-        check_gguf_architecture(GgufTensors(path).metadata.get("general.architecture"))
-    else:
-        read_config(path)

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from planner.errors import InvalidAdapter
 from worker.models.config import ModelConfig
-from worker.models.lora_config import CONFIG_FILE, LoraConfig, read_lora_config
+from worker.models.lora_config import CONFIG_FILE, WEIGHTS_FILE, LoraConfig, read_lora_config
 
-WEIGHTS_FILE: Final = "adapter_model.safetensors"
 _NAME: Final = re.compile(
     r"base_model\.model\.(?P<module>model\.layers\.(?P<layer>\d+)\."
     r"(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj))\.lora_(?P<half>[AB])\.weight"

@@ -16,6 +16,7 @@ from typing import Any, Final
 from planner.errors import InvalidAdapter
 
 CONFIG_FILE: Final = "adapter_config.json"
+WEIGHTS_FILE: Final = "adapter_model.safetensors"
 PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 # Of training or provenance; or what names modules, which the tensors themselves do.

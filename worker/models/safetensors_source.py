@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
@@ -11,8 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from planner.errors import InvalidCheckpoint
-
-_INDEX = "model.safetensors.index.json"
+from worker.models.safetensors_files import file_names
 
 
 class SafetensorsSource:
@@ -22,7 +20,7 @@ class SafetensorsSource:
         """Raises `InvalidCheckpoint` naming the file that is missing, truncated or corrupt."""
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
-        for file_name in _file_names(folder):
+        for file_name in file_names(folder):
             try:
                 opened: Any = safe_open(folder / file_name, framework="pt")
             except (SafetensorError, OSError) as error:
@@ -42,22 +40,3 @@ class SafetensorsSource:
             return cast(Tensor, self._files[file_name].get_tensor(name))
         except (SafetensorError, OSError) as error:
             raise InvalidCheckpoint(f"tensor {name} of {file_name} cannot be read: {error}") from error
-
-
-def _file_names(folder: Path) -> list[str]:
-    index = folder / _INDEX
-    if not index.exists():
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-        if not names:
-            raise InvalidCheckpoint(f"{folder} has no .safetensors file")
-        return names
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidCheckpoint(f"{_INDEX} is not a shard index: {error}") from error
-    for name in names:
-        if Path(name).name != name:
-            raise InvalidCheckpoint(f"{_INDEX} names {name!r}, which is not a file of its folder")
-        if not (folder / name).exists():
-            raise InvalidCheckpoint(f"{_INDEX} names {name}, which does not exist")
-    return names

@@ -16,6 +16,7 @@ from worker.kv_pool import bytes_per_cell
 from worker.machine import default_cells
 from worker.masks import MaskMaker
 from worker.program import executor_over, make_pool, swap_space
+from worker.programs.asked import check_asked, check_torch
 from worker.programs.forwards import CompiledMethod, Methods, ProgramForwards
 from worker.programs.machine import platform_of, torch_version
 from worker.programs.metadata import ProgramMetadata, method_name, own_constant, read_metadata
@@ -70,11 +71,7 @@ def load_methods(path: Path, metadata: ProgramMetadata) -> Methods:
 
 def check_machine(metadata: ProgramMetadata) -> None:
     """Raises `InvalidProgram` unless this torch, on this machine, can run what was compiled."""
-    if metadata.torch != torch_version():
-        raise InvalidProgram(
-            f"the program was compiled by torch {metadata.torch}, and this is torch {torch_version()}: export it again",
-            param="model",
-        )
+    check_torch(metadata, torch_version())
     if metadata.device == "cuda" and not torch.cuda.is_available():
         raise InvalidProgram("the program is for cuda, and this machine has no usable CUDA device", param="model")
     here = platform_of(torch.device(metadata.device))
@@ -89,7 +86,7 @@ def check_machine(metadata: ProgramMetadata) -> None:
 
 def program_info(metadata: ProgramMetadata, config: EngineConfig) -> ProgramInfo:
     """The program under `config`, which may narrow it. Raises `InvalidConfiguration` where it asks for more."""
-    _check_settings(metadata, config)
+    check_asked(metadata, config)
     dtype: torch.dtype = getattr(torch, metadata.dtype)
     context = min(metadata.context, config.max_model_len or metadata.context)
     cell_bytes = bytes_per_cell(metadata.num_layers, metadata.num_kv_heads, metadata.head_dim, dtype)
@@ -112,40 +109,6 @@ def program_info(metadata: ProgramMetadata, config: EngineConfig) -> ProgramInfo
         weight_bytes=metadata.weight_bytes,
         swap_blocks=blocks_in(swap_space(config, device), SWAP_BLOCK_CELLS, cell_bytes),
     )
-
-
-def _check_settings(metadata: ProgramMetadata, config: EngineConfig) -> None:
-    for name in ("device", "dtype", "quantization"):
-        asked, made = getattr(config, name), getattr(metadata, name)
-        if name in config.model_fields_set and asked not in ("auto", made):
-            raise InvalidConfiguration(f"{name} {asked} was asked for, and the program was made for {made}", param=name)
-    if config.kv_cache_dtype not in ("auto", metadata.dtype):
-        raise InvalidConfiguration(
-            f"kv_cache_dtype is {config.kv_cache_dtype}, and a program keeps keys and values in its own numbers, which "
-            f"are {metadata.dtype}",
-            param="kv_cache_dtype",
-        )
-    if config.load_format == "dummy":
-        raise InvalidConfiguration(
-            "a program has its weights: load_format dummy means nothing here", param="load_format"
-        )
-    w, m = metadata.max_prefill_tokens, metadata.min_prefill_tokens
-    asked_w = config.max_prefill_tokens
-    if asked_w is not None and not m <= asked_w <= w:
-        raise InvalidConfiguration(
-            f"max_prefill_tokens must lie in the program's [{m}, {w}], not {asked_w}", param="max_prefill_tokens"
-        )
-    asked_m = config.min_prefill_tokens
-    if "min_prefill_tokens" in config.model_fields_set and not m <= asked_m <= (asked_w or w):
-        raise InvalidConfiguration(
-            f"min_prefill_tokens must lie in [{m}, {asked_w or w}] for this program, not {asked_m}",
-            param="min_prefill_tokens",
-        )
-    if config.max_model_len is not None and config.max_model_len > metadata.context:
-        raise InvalidConfiguration(
-            f"max_model_len {config.max_model_len} is beyond the program's context of {metadata.context}",
-            param="max_model_len",
-        )
 
 
 class _Loaded:
