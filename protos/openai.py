@@ -170,7 +170,8 @@ class CompletionBody(GenerationBody):
                 raise RefusedField("length_penalty", "length_penalty needs use_beam_search")
             return self
         if self.num_made > MAX_BEAMS:
-            raise RefusedField("use_beam_search", f"at most {MAX_BEAMS} beams are searched, not {self.num_made}")
+            param = "n" if self.num_made == self.n else "best_of"
+            raise RefusedField(param, f"{param} beams are searched, at most {MAX_BEAMS}, not {self.num_made}")
         if not isinstance(self.prompt, str) and not all(isinstance(token, int) for token in self.prompt):
             raise RefusedField("prompt", "a beam search takes one prompt")
         for name in _NOT_WITH_BEAMS:

@@ -137,7 +137,8 @@ async def test_over_grpc_a_search_that_fails_says_so() -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"n": 11}, "use_beam_search"),
+        ({"n": 11}, "n"),
+        ({"best_of": 11}, "best_of"),
         ({"stream": True}, "stream"),
         ({"temperature": 0.5}, "temperature"),
         ({"top_p": 0.5}, "top_p"),

@@ -138,7 +138,7 @@ def finish(answers: list[Future[httpx.Response]], asked: list[tuple[str, str]]) 
 def test_each_model_has_workers_of_its_own_behind_the_same_gateways(service: ServiceProcess) -> None:
     assert tokens(answer(service, "other", "hello", 8)) == expected("other", "hello", 8)
     too_long = answer(service, "other", "hello", 100)
-    assert "over the context length of 100" in too_long.json()["error"]["message"]
+    assert "maximum context length is 100 tokens" in too_long.json()["error"]["message"]
     assert answer(service, "third", "hello", 8).status_code == 404
     with grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
         stub = pb_grpc.InferenceStub(channel)

@@ -170,7 +170,7 @@ async def test_a_refused_request_leaves_the_session_as_it_was(owner: str) -> Non
         ({"prompt": ["a", "b"]}, "a session takes one prompt at a time"),
         ({"n": 2}, "a session allows no echo"),
         ({"echo": True}, "a session allows no echo"),
-        ({"max_tokens": 64}, "over the context length"),
+        ({"max_tokens": 64}, "maximum context length"),
     ],
 )
 async def test_what_no_session_takes_is_refused_in_its_words(owner: str, body: dict[str, Any], words: str) -> None:

@@ -124,7 +124,7 @@ def _check(prompt: EncodedPrompt, model: ServedModel) -> None:
         raise InvalidRequest(f"input has token id {highest}; ids lie in [0, {model.vocab_size - 1}]", param="input")
     if length > model.context:
         raise ContextLengthExceeded(
-            f"an input has {length} tokens, over the context length of {model.context}", param="input"
+            f"this model's maximum context length is {model.context} tokens, and an input has {length}", param="input"
         )
 
 

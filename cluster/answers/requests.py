@@ -73,7 +73,7 @@ def plan_completion(
     for prompt in prompts:
         left = _room(prompt, model, "prompt")
         wanted = min(settings.default_max_tokens, left) if body.max_tokens is None else body.max_tokens
-        _check_context(len(prompt.ids), wanted, model, "prompt")
+        _check_context(len(prompt.ids), wanted, model, "prompt", "max_tokens")
         runs = wanted > 0 or scores_echo or body.prompt_logprobs is not None
         at_least = wanted if runs else 1  # so that what does not run is checked all the same
         request = _request(body, prompt, at_least, alternatives, model, eos_ids, extras, prompt_logprobs=scores_echo)
@@ -97,7 +97,8 @@ def plan_chat(
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if wanted is None:
         wanted = max(1, min(left, model.capacity - len(prompt.ids)))
-    _check_context(len(prompt.ids), wanted, model, "messages")
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    _check_context(len(prompt.ids), wanted, model, "messages", limit)
     asked = (body.top_logprobs or 0) if body.logprobs else None
     alternatives = _alternatives(asked, body.prompt_logprobs)
     return [ChoicePlan(prompt, _request(body, prompt, wanted, alternatives, model, eos_ids, extras), body.n, body.n)]
@@ -147,14 +148,19 @@ def _room(prompt: EncodedPrompt, model: ServedModel, param: str) -> int:
     return max(1, model.context - len(prompt.ids))
 
 
-def _check_context(num_prompt: int, max_tokens: int, model: ServedModel, param: str) -> None:
+def _check_context(num_prompt: int, max_tokens: int, model: ServedModel, prompt: str, limit: str) -> None:
+    """Raises `ContextLengthExceeded` at the field that the prompt came in, or at that which limits the answer. The
+    first words are those that clients know such an error by."""
     if num_prompt + max_tokens <= model.context:
         return
-    at_fault = param if num_prompt >= model.context else "max_tokens"
+    most = f"this model's maximum context length is {model.context} tokens"
+    if num_prompt >= model.context:
+        raise ContextLengthExceeded(
+            f"{most}, which must hold the prompt and at least one more, and the prompt has {num_prompt}", param=prompt
+        )
     raise ContextLengthExceeded(
-        f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}: together {num_prompt + max_tokens}, "
-        f"over the context length of {model.context}",
-        param=at_fault,
+        f"{most}; the prompt has {num_prompt} and {limit} is {max_tokens}, together {num_prompt + max_tokens}",
+        param=limit,
     )
 
 

@@ -248,8 +248,11 @@ async def _explain_error(request: Request, error: Exception) -> Response:
 async def _explain_http(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, in the same envelope; an Allow header is kept."""
     assert isinstance(error, HTTPException)
-    told = {404: ("not_found", "there is no"), 405: ("method_not_allowed", "the method does not fit")}
-    code, words = told.get(error.status_code, ("http_error", error.detail))
-    value = error_envelope(f"{words}: {request.method} {request.url.path}", "invalid_request_error", code=code)
-    headers = dict(error.headers or {})
+    headers, path = dict(error.headers or {}), request.url.path
+    told = {
+        404: ("not_found", f"there is no {path} here"),
+        405: ("method_not_allowed", f"{path} takes {headers.get('Allow', 'another method')}, not {request.method}"),
+    }
+    code, words = told.get(error.status_code, ("http_error", f"{request.method} {path}: {error.detail}"))
+    value = error_envelope(words, "invalid_request_error", code=code)
     return json_response(json.dumps(value).encode(), error.status_code, headers)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+import json
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -13,6 +14,8 @@ from planner.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 from protos.openai_body import RefusedField
 
 B = TypeVar("B", bound=BaseModel)
+SHOWN_CHARACTERS: Final = 40
+"""Longer texts are not quoted in errors."""
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
@@ -51,7 +54,7 @@ def validate(kind: type[B], value: dict[str, Any]) -> B:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise _explain(error.errors(include_url=False, include_input=False)[0]) from error
+        raise _explain(error.errors(include_url=False)[0]) from error
 
 
 def _explain(details: ErrorDetails) -> InvalidRequest:
@@ -63,8 +66,18 @@ def _explain(details: ErrorDetails) -> InvalidRequest:
         return InvalidRequest(f"{_path(where)}: {refused}" if where else str(refused), param=param)
     if details["type"] == "missing":
         return InvalidRequest(f"{_path(where)} is missing", param=str(where[0]))
-    sentence = details["msg"][0].lower() + details["msg"][1:]
-    return InvalidRequest(f"{_path(where)}: {sentence}", param=str(where[0]) if where else None)
+    sentence = (details["msg"][0].lower() + details["msg"][1:]).replace(" after validation", "")
+    given = "" if ", not " in sentence else f", not {_shown(details['input'])}"
+    return InvalidRequest(f"{_path(where)}: {sentence}{given}", param=str(where[0]) if where else None)
+
+
+def _shown(value: Any) -> str:
+    """A value of JSON, as short as a sentence bears."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, str) and len(value) > SHOWN_CHARACTERS:
+        return f"a text of {len(value)} characters"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _path(where: list[str | int]) -> str:
