@@ -1,6 +1,6 @@
 """Compiles, for a GPU that need not be here, every kernel that decode steps of a model's shape launch.
 
-    python -m benchmarks.compiled_kernels llama-8b --bits 4
+    python -m benchmarks.compiled_kernels llama-8b --quantization int4
     python -m benchmarks.compiled_kernels qwen3-0.6b --adapters
 
 The steps are the engine's own, over tensors without memory; in place of a launch the kernel is compiled with the
@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 import triton
@@ -27,10 +27,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from benchmarks.against_vllm import SHAPES
+from worker.config import Quantization
 from worker.cuda.decode import CudaDecode, Step, Steps
 from worker.cuda.decode_plan import plan_decode
 from worker.cuda.graphs import Draw, LaunchedSteps
 from worker.cuda.lora import CudaLoraSlots
+from worker.cuda.fp8 import E4M3, Fp8Matrix
 from worker.cuda.packed import PackedMatrix
 from worker.kv_pool import KvPool
 from worker.models.config import ModelConfig, read_config
@@ -44,7 +46,7 @@ _NOWHERE: Final = torch.device("meta")
 _CONTEXT: Final = 4096
 _TYPES: Final = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
-    torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8",
+    torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 _OPTIONS: Final = ("num_warps", "num_stages", "launch_pdl")
 
@@ -105,9 +107,9 @@ def _kind_of(param: Any, value: Any) -> tuple[str, bool]:
     return "i32", value % 16 == 0 and not param.do_not_specialize
 
 
-def run_steps(config: ModelConfig, bits: int | None, *, adapters: bool) -> None:
+def run_steps(config: ModelConfig, quantization: Quantization, *, adapters: bool) -> None:
     """Run each kind of decode step of each width once, kernel by kernel."""
-    weights, rotary = _weights(config, bits), torch.empty(_CONTEXT, config.head_dim // 2, device=_NOWHERE)
+    weights, rotary = _weights(config, quantization), torch.empty(_CONTEXT, config.head_dim // 2, device=_NOWHERE)
     pool = KvPool(config.num_layers, 100_000, config.num_kv_heads, config.head_dim, torch.bfloat16, _NOWHERE)
     slots = CudaLoraSlots(config, 8, 16, torch.bfloat16, _NOWHERE) if adapters else None
 
@@ -121,20 +123,12 @@ def run_steps(config: ModelConfig, bits: int | None, *, adapters: bool) -> None:
     CudaDecode(config, weights, (rotary, rotary), pool, WIDTHS, capture=run_all, plan=plan, adapters=slots)
 
 
-def _weights(config: ModelConfig, bits: int | None) -> DecoderWeights:
+def _weights(config: ModelConfig, quantization: Quantization) -> DecoderWeights:
     def vector(size: int, *, wanted: bool = True) -> Tensor | None:
         return torch.empty(size, dtype=torch.bfloat16, device=_NOWHERE) if wanted else None
 
     def matrix(rows: int, columns: int) -> Tensor:
-        if bits is None:
-            return torch.empty(rows, columns, dtype=torch.bfloat16, device=_NOWHERE)
-        codes = torch.empty(rows, columns * bits // 32, dtype=torch.int32, device=_NOWHERE)
-        scales = (
-            torch.empty(rows, device=_NOWHERE)
-            if bits == 8
-            else torch.empty(rows, columns // 32, dtype=torch.int32, device=_NOWHERE)
-        )
-        return PackedMatrix(bits, codes, scales, torch.bfloat16)
+        return _matrix(rows, columns, quantization)
 
     hidden, inner, query = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     packed_rows = query + 2 * config.num_kv_heads * config.head_dim
@@ -153,10 +147,30 @@ def _weights(config: ModelConfig, bits: int | None) -> DecoderWeights:
     return DecoderWeights(ends, (LayerWeights(**parts),) * config.num_layers, norm, ends)
 
 
+def _matrix(rows: int, columns: int, quantization: Quantization) -> Tensor:
+    """As a layer of a model on a GPU has it."""
+
+    def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*sizes, dtype=dtype, device=_NOWHERE)
+
+    match quantization:
+        case "none":
+            return empty(rows, columns, dtype=torch.bfloat16)
+        case "int8":
+            return PackedMatrix(8, empty(rows, columns // 4, dtype=torch.int32), empty(rows), torch.bfloat16)
+        case "int4":
+            codes, scales = (empty(rows, columns // each, dtype=torch.int32) for each in (8, 32))
+            return PackedMatrix(4, codes, scales, torch.bfloat16)
+        case "fp8":
+            return Fp8Matrix(empty(rows, columns, dtype=E4M3), empty(rows), torch.bfloat16)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("shape", choices=sorted(SHAPES))
-    parser.add_argument("--bits", type=int, choices=[8, 4], help="of packed weights")
+    parser.add_argument(
+        "--quantization", choices=get_args(Quantization), default="none", help="of the layers' matrices"
+    )
     parser.add_argument("--adapters", action="store_true", help="steps with LoRA adapters, too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +178,7 @@ def main() -> int:
         config = read_config(Path(folder))
     compiler = Compiler()
     JITFunction.run = lambda kernel, *given, **named: compiler.launch(kernel, *given, **named)
-    run_steps(config, args.bits, adapters=args.adapters)
+    run_steps(config, args.quantization, adapters=args.adapters)
     for name, used in sorted(compiler.shared.items()):
         print(f"{name:32} {len(used):3} kinds, at most {max(used):7} bytes of shared memory")
     print(*compiler.faults, sep="\n")

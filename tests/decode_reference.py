@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from worker.cuda.decode_shape import DecodeShape
+from worker.cuda.fp8 import Fp8Matrix
 from worker.cuda.packed import values_of
 from worker.models.weights import DecoderWeights, LayerWeights
 
@@ -83,9 +84,13 @@ def reference_step(
 ) -> torch.Tensor:
     """float32 logits [vocab] after `token`; the history grows by its keys and values, as `stored` leaves them."""
     position = len(history)
+
+    def linear(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return _linear(weight, rounded_row(x) if shape.quantization == "fp8" else x, bias)
+
     x = weights.embedding[token].float()
     for index, layer in enumerate(weights.layers):
-        qkv = _linear(layer.qkv, _normed(x, layer.attention_norm, shape.norm_eps), layer.qkv_bias)
+        qkv = linear(layer.qkv, _normed(x, layer.attention_norm, shape.norm_eps), layer.qkv_bias)
         heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         q, k, v = torch.split(qkv.view(-1, shape.head_dim), heads)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -99,10 +104,10 @@ def reference_step(
         keys, values = keys[first:].repeat_interleave(group, 1), values[first:].repeat_interleave(group, 1)
         scores = torch.einsum("hd,phd->hp", q, keys) * shape.head_dim**-0.5
         attended = torch.einsum("hp,phd->hd", scores.softmax(-1), values).reshape(-1)
-        x = x + _linear(layer.output, attended, layer.output_bias)
+        x = x + linear(layer.output, attended, layer.output_bias)
         normed = _normed(x, layer.mlp_norm, shape.norm_eps)
-        gate, up = torch.split(_linear(layer.gate_up, normed, layer.gate_up_bias), shape.ffn)
-        x = x + _linear(layer.down, torch.nn.functional.silu(gate) * up, layer.down_bias)
+        gate, up = torch.split(linear(layer.gate_up, normed, layer.gate_up_bias), shape.ffn)
+        x = x + linear(layer.down, torch.nn.functional.silu(gate) * up, layer.down_bias)
     return weights.head.float() @ _normed(x, weights.final_norm, shape.norm_eps)
 
 
@@ -111,8 +116,7 @@ def in_float32(weights: DecoderWeights) -> DecoderWeights:
 
     def layer(w: LayerWeights) -> LayerWeights:
         made: dict[str, Any] = {
-            name: None if getattr(w, name) is None else values_of(getattr(w, name)).float()
-            for name in LayerWeights.__slots__
+            name: None if getattr(w, name) is None else _exact(getattr(w, name)) for name in LayerWeights.__slots__
         }
         return LayerWeights(**made)
 
@@ -123,6 +127,18 @@ def in_float32(weights: DecoderWeights) -> DecoderWeights:
         final_norm=weights.final_norm.float(),
         head=weights.head.float(),
     )
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, Fp8Matrix):
+        return tensor.codes.float() * tensor.scales[:, None]
+    return values_of(tensor).float()
+
+
+def rounded_row(x: torch.Tensor) -> torch.Tensor:
+    """What a row of x [K] is to a product of fp8."""
+    scale = x.abs().max() / 448
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def _linear(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -11,13 +11,16 @@ import torch
 from planner.request import SamplingParams
 from tests.decode_reference import History, in_float32, random_weights, reference_step, rotary_tables
 from worker.cell_rows import SCALED, packed_rows, unpacked_rows
+from worker.config import Quantization
 from worker.cuda.decode_buffers import DecodeBuffers
 from worker.cuda.decode_chain import DecodeChain
 from worker.cuda.decode_plan import DecodePlan
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.decode_state import DecodeState, SlotEntry
+from worker.cuda.fp8 import fp8_weights
 from worker.cuda.packed import pack_weights
 from worker.kv_pool import KvPool
+from worker.models.weights import DecoderWeights
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -40,7 +43,7 @@ class Rig:
         self._random = random.Random(seed)
         generator = torch.Generator(device=device).manual_seed(seed)
         plain = random_weights(shape, device, seed)
-        self.weights = plain if shape.quantization == "none" else pack_weights(plain, shape.quantization)
+        self.weights = quantized(plain, shape.quantization)
         self.exact = in_float32(self.weights)
         self.rotary = rotary_tables(shape, device)
         num_cells = sum(lengths) + 16 * len(lengths) + 8
@@ -119,6 +122,13 @@ class Rig:
         for row, index in enumerate(order):
             self.tokens[index] = drawn[row]
         return list(self.tokens)
+
+
+def quantized(weights: DecoderWeights, quantization: Quantization) -> DecoderWeights:
+    """As a GPU's model has them, on any device and of any dtype."""
+    if quantization == "none":
+        return weights
+    return fp8_weights(weights) if quantization == "fp8" else pack_weights(weights, quantization)
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:

@@ -72,16 +72,9 @@ def test_modules_of_the_command_line_are_read_at_once(tmp_path: Path, monkeypatc
         named_modules(["pirate=nowhere"])
 
 
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [
-        ({"model": "m", "device": "cuda", "quantization": "fp8"}, "with fp8 weights on a GPU"),
-        ({"model": "m.pt2", "device": "cpu"}, "by an exported program"),
-    ],
-)
-def test_what_computes_with_no_adapters_says_so_at_once(settings: dict[str, Any], what: str) -> None:
-    with pytest.raises(InvalidConfiguration, match=f"enable_lora is not supported {what} yet"):
-        build_executor(EngineConfig(**settings, enable_lora=True))
+def test_what_computes_with_no_adapters_says_so_at_once() -> None:
+    with pytest.raises(InvalidConfiguration, match="enable_lora is not supported by an exported program yet"):
+        build_executor(EngineConfig(model="m.pt2", device="cpu", enable_lora=True))
 
 
 def test_a_worker_has_the_slots_that_it_was_told(tmp_path: Path) -> None:

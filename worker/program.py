@@ -15,7 +15,6 @@ from worker.cell_image import CellLayout
 from worker.cell_rows import cell_dtype
 from worker.config import CPU_PREFILL_TOKENS, CPU_SWAP_SPACE, GPU_PREFILL_TOKENS, GPU_SWAP_SPACE, EngineConfig
 from worker.cpu.forwards import forwards_of
-from worker.cuda.packed import PACKED, pack_weights
 from worker.executor import Executor, ProgramInfo
 from worker.forwards import Forwards
 from worker.kv_pool import KvPool, bytes_per_cell
@@ -62,7 +61,7 @@ def build_executor(config: EngineConfig, vocabulary: VocabularySource | None = N
         return build_program_executor(config, grammars)
     program = load_program(config)
     info, decoder = program.info, program.decoder
-    if decoder.device.type == "cuda" and config.quantization in ("none", *PACKED):
+    if decoder.device.type == "cuda":
         from worker.cuda.memory import build_cuda_executor  # needs Triton, which only a GPU's machine has
 
         return build_cuda_executor(config, info, decoder, grammars)
@@ -79,7 +78,7 @@ def make_pool(config: EngineConfig, info: ProgramInfo) -> KvPool:
     if config.kv_initial_cells is not None:
         raise InvalidConfiguration(
             f"kv_initial_cells is {config.kv_initial_cells}, and only the pool of a model on a GPU grows that is no "
-            "program and has no fp8 matrices: on a CPU cells take no memory before they are written",
+            "program: on a CPU cells take no memory before they are written",
             param="kv_initial_cells",
         )
     dtype, device = _DTYPES[info.dtype], torch.device(info.device)
@@ -102,15 +101,8 @@ def adapted_forwards(decoder: Decoder, pool: KvPool, adapters: LoraSlots) -> For
 
 def _check_adapters(config: EngineConfig) -> None:
     """Raises `InvalidConfiguration` where adapters were asked for and nothing computes with them yet."""
-    if not config.enable_lora:
-        return
-    if Path(config.model).suffix == SUFFIX:
+    if config.enable_lora and Path(config.model).suffix == SUFFIX:
         raise InvalidConfiguration("enable_lora is not supported by an exported program yet", param="enable_lora")
-    is_beside = config.quantization in ("none", *PACKED)
-    if not is_beside and (config.device == "cuda" or choose_device(config).type == "cuda"):
-        raise InvalidConfiguration(
-            f"enable_lora is not supported with {config.quantization} weights on a GPU yet", param="enable_lora"
-        )
 
 
 def _masks(vocabulary: VocabularySource | None) -> MaskMaker:
@@ -139,8 +131,8 @@ def load_program(
     """Load the model and settle every number that the configuration left open.
 
     Without `keep_blocks` all weights are tensors that can be traced. With it matrices that a GGUF file has in blocks
-    stay so where they can be multiplied with: on a CPU in float32. Weights of eight and four bits are packed on a GPU,
-    and torchao's on a CPU. `see_weights` is called with the weights as they were read, before they are quantized.
+    stay so where they can be multiplied with: on a CPU in float32. `see_weights` is called with the weights as they
+    were read, before they are quantized.
     """
     path = Path(config.model)
     device = choose_device(config)
@@ -150,8 +142,7 @@ def load_program(
     least = _min_prefill(config)
     read = _weights(config, model, source, dtype, device, keep_blocks)
     see_weights(read)
-    packed = device.type == "cuda" and config.quantization in PACKED
-    weights = (pack_weights if packed else quantize_weights)(read, config.quantization)
+    weights = quantize_weights(read, config.quantization)
     cells = _cells_named(config, dtype, device)
     cell_bytes = bytes_per_cell(model.num_layers, model.num_kv_heads, model.head_dim, cell_dtype(cells, dtype))
     info = ProgramInfo(
@@ -237,10 +228,10 @@ def _cells_named(config: EngineConfig, dtype: torch.dtype, device: torch.device)
     asked = config.kv_cache_dtype
     if asked == "auto" or cell_dtype(asked, dtype) == dtype:
         return None
-    if device.type != "cuda" or config.quantization not in ("none", *PACKED):
+    if device.type != "cuda":
         raise InvalidConfiguration(
-            f"kv_cache_dtype is {asked}, and only a model on a GPU that is not quantized, or to {' or '.join(PACKED)}, "
-            f"keeps keys and values in other numbers than its own, which are {str(dtype).removeprefix('torch.')}",
+            f"kv_cache_dtype is {asked}, and only a model on a GPU keeps keys and values in "
+            f"other numbers than its own, which are {str(dtype).removeprefix('torch.')}",
             param="kv_cache_dtype",
         )
     return asked

@@ -1,6 +1,7 @@
-"""Quantizes a decoder's layers through torchao: their matrices become tensors that multiply by its kernels.
+"""Quantizes a decoder's layers: their matrices become tensors that multiply by kernels of their own.
 
-On a GPU for fp8 alone: weights of eight and four bits are `worker.cuda.packed` there.
+On a CPU these are torchao's, for weights of eight and four bits. On a GPU they are ours: `worker.cuda.packed` for such
+weights and `worker.cuda.fp8` for products of fp8.
 
 What is quantized is the layers' `qkv`, `output`, `gate_up` and `down`; all else keeps the model's dtype.
 """
@@ -10,11 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from planner.errors import InvalidConfiguration
 from worker.config import Quantization
+from worker.cuda.fp8 import check_fp8, fp8_weights
+from worker.cuda.packed import pack_weights
 from worker.models.weights import DecoderWeights
 
 # Kernels of weight-only products change with the number of rows: a small one for up to four, a tiled one above.
@@ -22,10 +24,6 @@ WEIGHT_ONLY_MIN_PREFILL = 5
 # Columns of a matrix that share one scale of int4.
 _GROUP_SIZE = 32
 _MATRICES = ("qkv", "output", "gate_up", "down")
-# Rows and columns of a matrix that products of fp8 take at a time.
-_FP8_TILE = 16
-# The first GPUs with products of fp8.
-_FP8_CAPABILITY = (8, 9)
 
 
 def least_prefill(quantization: Quantization) -> int:
@@ -38,6 +36,11 @@ def quantize_weights(weights: DecoderWeights, quantization: Quantization) -> Dec
     have no such kernels."""
     if quantization == "none":
         return weights
+    if quantization == "fp8":
+        check_fp8(weights)
+        return fp8_weights(weights)
+    if weights.embedding.device.type == "cuda":
+        return pack_weights(weights, quantization)
     layers = []
     for layer in weights.layers:
         matrices = {name: _quantized(getattr(layer, name), quantization, name) for name in _MATRICES}
@@ -58,33 +61,7 @@ def _quantized(matrix: Tensor, quantization: Quantization, name: str) -> Tensor:
 def _recipe(matrix: Tensor, quantization: Quantization, name: str) -> Any:
     from torchao.quantization import Int8WeightOnlyConfig
 
-    match quantization:
-        case "int8":
-            return Int8WeightOnlyConfig(set_inductor_config=False)
-        case "int4":
-            return _int4(matrix, name)
-        case _:
-            return _fp8(matrix, name)
-
-
-def _fp8(matrix: Tensor, name: str) -> Any:
-    """torchao leaves a matrix of another shape as it is, and says nothing."""
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
-
-    rows, columns = matrix.shape
-    if columns % _FP8_TILE or rows % _FP8_TILE:
-        raise InvalidConfiguration(
-            f"fp8 takes matrices of a multiple of {_FP8_TILE} columns and rows; {name} has {columns} and {rows}",
-            param="quantization",
-        )
-    if matrix.device.type != "cuda" or torch.cuda.get_device_capability(matrix.device) < _FP8_CAPABILITY:
-        raise InvalidConfiguration(
-            "fp8 needs a GPU of compute capability 8.9 or more; int8 and int4 work on any device",
-            param="quantization",
-        )
-    if matrix.dtype != torch.bfloat16:
-        raise InvalidConfiguration(f"fp8 computes in bfloat16, not {matrix.dtype}", param="dtype")
-    return Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+    return Int8WeightOnlyConfig(set_inductor_config=False) if quantization == "int8" else _int4(matrix, name)
 
 
 def _int4(matrix: Tensor, name: str) -> Any:

@@ -6,6 +6,7 @@ import torch
 
 from worker.cuda.decode_plan import ITEM_WORDS, Chain, DecodePlan
 from worker.cuda.decode_shape import DecodeShape
+from worker.cuda.row_codes import RowCodes
 
 ROW_TILE = 128
 # Logits whose arg max one program takes where the library computed them.
@@ -36,6 +37,8 @@ class DecodeBuffers:
         self.projected = zeros(rows, shape.hidden)
         self.gate_up = zeros(rows, 2 * shape.ffn)
         self.active = zeros(rows, shape.ffn)
+        coded = max(shape.hidden, shape.query_columns, shape.ffn) if shape.quantization == "fp8" else 0
+        self.codes = RowCodes(rows, coded, device)
         self.logits = zeros(max_rows, shape.vocab_size)
         self.part_out = floats(row_splits * shape.query_columns)
         self.part_max = floats(row_splits * shape.num_heads)

@@ -7,7 +7,6 @@ the width, so a captured run can be replayed for any sequences. Layers of severa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -20,11 +19,9 @@ from worker.cuda.decode_parts import reduce_kernel
 from worker.cuda.decode_plan import Chain, DecodePlan, Reduce
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.decode_state import DecodeState
-from worker.cuda.linear import gate_up_kernel, split_linear_kernel
 from worker.cuda.norm import add_norm_kernel, embed_kernel, silu_kernel
-from worker.cuda.packed import PackedMatrix, values_of
-from worker.cuda.packed_products import gate_up_product, split_product
 from worker.cuda.row_layers import RowLayers
+from worker.cuda.step_products import StepProducts
 from worker.cuda.tiles import LinearTile
 from worker.models.decoder import Beside
 from worker.models.lora import Site
@@ -52,6 +49,7 @@ class DecodeChain:
         self._cos, self._sin = rotary
         self._shape, self._weights, self._pool, self._state, self._buffers = shape, weights, pool, state, buffers
         self._rows = RowLayers(shape, buffers, self._attend_row)
+        self._products = StepProducts(shape, buffers)
         self._end = DecodeEnd(shape, weights.head, state, buffers)
 
     def run(self, width: int, plan: DecodePlan, sampler: Sampler | None = None, beside: Beside | None = None) -> None:
@@ -62,6 +60,7 @@ class DecodeChain:
         gemv = plan.chain is Chain.GEMV
         self._buffers.fits(self._shape, width, plan)
         self._embed(width, plan, scaled=gemv)
+        self._products.coded(self._buffers.normed, width, plan)
         weights = self._weights
         num_sums = 1
         for index, layer in enumerate(weights.layers):
@@ -133,38 +132,26 @@ class DecodeChain:
         plan: DecodePlan,
         beside: Beside | None,
     ) -> None:
-        s, b, tiles = self._shape, self._buffers, plan.linear
+        products, b, tiles = self._products, self._buffers, plan.linear
         assert tiles is not None
 
-        def split(site: Site, x: torch.Tensor, w: torch.Tensor, n: int, k: int, tile: LinearTile) -> None:
-            launch = plan.launch(tile.warps, tile.stages)
-            if isinstance(w, PackedMatrix):
-                split_product(x, w, b.partials, width, b.padded_rows * n, tile, launch)
-            else:
-                split_linear_kernel[(n // tile.columns, tile.splits, math.ceil(width / tile.rows))](
-                    x, w, b.partials, width, b.padded_rows * n, N=n, K=k, SPLITS=tile.splits, ROWS=tile.rows,
-                    COLUMNS=tile.columns, DEPTH=tile.depth, SWAP=tile.swap, EARLY=tile.early, **launch,
-                )  # fmt: skip
+        def split(site: Site, x: torch.Tensor, w: torch.Tensor, tile: LinearTile) -> None:
+            products.split(x, w, width, plan, tile)
             if beside is not None:  # a term of the sum
-                beside.add(index, site, x[:width], b.partials[: width * n].view(width, n))
+                beside.add(index, site, x[:width], b.partials[: width * len(w)].view(width, len(w)))
 
-        split(Site.QKV, b.normed, layer.qkv, s.qkv_columns, s.hidden, tiles.qkv)
+        split(Site.QKV, b.normed, layer.qkv, tiles.qkv)
         self._attend(index, layer, b.partials, tiles.qkv.splits, width, plan)
-        split(Site.OUTPUT, b.attended, layer.output, s.hidden, s.query_columns, tiles.o)
+        products.coded(b.attended, width, plan)
+        split(Site.OUTPUT, b.attended, layer.output, tiles.o)
         self._add_norm(b.partials, tiles.o.splits, layer.output_bias, layer.mlp_norm, width, plan)
-        tile = tiles.gate_up
         if plan.whole_gate_up:
-            split(Site.GATE_UP, b.normed, layer.gate_up, 2 * s.ffn, s.hidden, tile)
+            split(Site.GATE_UP, b.normed, layer.gate_up, tiles.gate_up)
             self._silu(b.partials, None, width, plan)
-        elif isinstance(layer.gate_up, PackedMatrix):
-            launch = plan.launch(tile.warps, tile.stages)
-            gate_up_product(b.normed, layer.gate_up, b.active, width, tile, launch)
         else:
-            gate_up_kernel[(s.ffn // tile.columns, math.ceil(width / tile.rows))](
-                b.normed, layer.gate_up, b.active, width, N=s.ffn, K=s.hidden, ROWS=tile.rows, COLUMNS=tile.columns,
-                DEPTH=tile.depth, SWAP=tile.swap, EARLY=tile.early, **plan.launch(tile.warps, tile.stages),
-            )  # fmt: skip
-        split(Site.DOWN, b.active, layer.down, s.hidden, s.ffn, tiles.down)
+            products.gate_up(b.normed, layer.gate_up, width, plan, tiles.gate_up)
+        products.coded(b.active, width, plan)
+        split(Site.DOWN, b.active, layer.down, tiles.down)
         self._add_norm(b.partials, tiles.down.splits, layer.down_bias, next_norm, width, plan)
 
     def _library_layer(
@@ -176,23 +163,22 @@ class DecodeChain:
         plan: DecodePlan,
         beside: Beside | None,
     ) -> None:
-        b = self._buffers
+        products, b = self._products, self._buffers
 
-        def add(site: Site, x: torch.Tensor, product: torch.Tensor) -> None:
+        def whole(site: Site, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+            products.whole(x, w, out, width)
             if beside is not None:
-                beside.add(index, site, x[:width], product[:width])
+                beside.add(index, site, x[:width], out[:width])
 
-        torch.mm(b.normed[:width], values_of(layer.qkv).t(), out=b.qkv[:width])
-        add(Site.QKV, b.normed, b.qkv)
+        whole(Site.QKV, b.normed, layer.qkv, b.qkv)
         self._attend(index, layer, b.qkv, 1, width, plan)
-        torch.mm(b.attended[:width], values_of(layer.output).t(), out=b.projected[:width])
-        add(Site.OUTPUT, b.attended, b.projected)
+        products.coded(b.attended, width, plan)
+        whole(Site.OUTPUT, b.attended, layer.output, b.projected)
         self._add_norm(b.projected, 1, layer.output_bias, layer.mlp_norm, width, plan)
-        torch.mm(b.normed[:width], values_of(layer.gate_up).t(), out=b.gate_up[:width])
-        add(Site.GATE_UP, b.normed, b.gate_up)
+        whole(Site.GATE_UP, b.normed, layer.gate_up, b.gate_up)
         self._silu(b.gate_up, layer.gate_up_bias, width, plan)
-        torch.mm(b.active[:width], values_of(layer.down).t(), out=b.projected[:width])
-        add(Site.DOWN, b.active, b.projected)
+        products.coded(b.active, width, plan)
+        whole(Site.DOWN, b.active, layer.down, b.projected)
         self._add_norm(b.projected, 1, layer.down_bias, next_norm, width, plan)
 
     def _silu(self, gate_up: torch.Tensor, bias: torch.Tensor | None, width: int, plan: DecodePlan) -> None:
@@ -211,9 +197,11 @@ class DecodeChain:
         width: int,
         plan: DecodePlan,
     ) -> None:
-        s, b = self._shape, self._buffers
+        s, b, coded = self._shape, self._buffers, self._products.takes_codes
         add_norm_kernel[(width,)](
-            partials, b.padded_rows * s.hidden, norm if bias is None else bias, b.residual, norm, b.normed, s.norm_eps,
+            partials, b.padded_rows * s.hidden, norm if bias is None else bias, b.residual, norm, b.normed,
+            b.codes.of(s.hidden) if coded else b.normed, b.codes.scales, s.norm_eps,
             HIDDEN=s.hidden, BLOCK=next_power_of_2(s.hidden), SPLITS=splits, HAS_BIAS=bias is not None,
+            CODED=coded, NATIVE=partials.is_cuda,
             **plan.launch(8 if s.hidden > 1024 else 4),
         )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from worker.cuda.decode_shape import DecodeShape
+from worker.cuda.fp8_tiles import fp8_linear_tiles
 from worker.cuda.packed_tiles import packed_gemv_tiles, packed_linear_tiles
 from worker.cuda.tiles import GemvTile, GemvTiles, LinearTile, LinearTiles
 
@@ -114,12 +115,16 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
 
 
 def _gemvs(shape: DecodeShape) -> GemvTiles | None:
+    if shape.quantization == "fp8":  # whose lone rows are multiplied as others are
+        return None
     tiles = _gemv(shape, shape.hidden <= _SMALL)
     return tiles if tiles is None or shape.bits is None else packed_gemv_tiles(shape, shape.bits, tiles.head)
 
 
 def _linears(shape: DecodeShape, width: int, *, whole_gate_up: bool = False) -> LinearTiles | None:
     tiles = _linear(shape, width, shape.hidden <= _SMALL)
+    if tiles is not None and shape.quantization == "fp8":
+        return fp8_linear_tiles(shape, width, tiles.head)
     if tiles is None or shape.bits is None:
         return tiles
     return packed_linear_tiles(shape, shape.bits, width, tiles.head, whole_gate_up=whole_gate_up)

@@ -5,6 +5,9 @@ or attention's load of q, k and v): no reduction kernel, no atomics. Splitting K
 observation (Osama et al. 2023) in its simplest, fixed form. For wide steps of large models the vendor library is
 faster: `decode_plan` chooses.
 
+Of e4m3 (SCALED), sums are multiplied by the scale of x's row and that of the matrix' (`worker.cuda.fp8`). The tensor
+cores add such products with fewer bits than float32's, as the vendor's fast accumulation does.
+
 Shapes must divide (N by COLUMNS, K by SPLITS * DEPTH); row buffers are padded to whole tiles, so loads need no mask.
 Launched as programmatic dependents, every kernel waits before it reads what another kernel wrote.
 """
@@ -42,13 +45,23 @@ def _accumulate(
     return acc
 
 
+@triton.jit
+def _scaled(acc, x_scales, w_scales, rows, columns, SWAP: tl.constexpr):
+    """Sums of codes to what they stand for."""
+    of_rows, of_columns = tl.load(x_scales + rows), tl.load(w_scales + columns)
+    if SWAP:
+        return acc * of_rows[None, :] * of_columns[:, None]
+    return acc * of_rows[:, None] * of_columns[None, :]
+
+
 @triton.jit(do_not_specialize=["num_rows", "split_stride"])
 def split_linear_kernel(
-    x, w, out, num_rows, split_stride,
+    x, w, x_scales, w_scales, out, num_rows, split_stride,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, SWAP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, SWAP: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out fp32 [SPLITS, rows, N], `split_stride` elements from one split to the next: partial sums of x @ w.T."""
+    """out fp32 [SPLITS, rows, N], `split_stride` elements from one split to the next: partial sums of x @ w.T. Scales
+    fp32 [padded rows] and [N], read if SCALED."""
     if PDL and EARLY:
         gdc_launch_dependents()
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -59,6 +72,8 @@ def split_linear_kernel(
     acc = _accumulate(x, w, rows, columns, split * (K // SPLITS), K // SPLITS, K, ROWS, COLUMNS, DEPTH, SWAP)
     if PDL and not EARLY:
         gdc_launch_dependents()
+    if SCALED:
+        acc = _scaled(acc, x_scales, w_scales, rows, columns, SWAP)
     at = out + split * split_stride.to(tl.int64)
     if SWAP:
         tl.store(at + rows[None, :] * N + columns[:, None], acc, mask=(rows < num_rows)[None, :])
@@ -68,11 +83,12 @@ def split_linear_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gate_up_kernel(
-    x, w, out, num_rows,
+    x, w, x_scales, w_scales, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    SWAP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, N] = silu(x @ gate.T) * (x @ up.T); w is [2 N, K], the gate's rows first."""
+    """out [rows, N] = silu(x @ gate.T) * (x @ up.T); w is [2 N, K], the gate's rows first. Scales as those of
+    `split_linear_kernel`."""
     if PDL and EARLY:
         gdc_launch_dependents()
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -100,6 +116,9 @@ def gate_up_kernel(
             up = tl.dot(x_tile, up_tile, up, input_precision="ieee")
     if PDL and not EARLY:
         gdc_launch_dependents()
+    if SCALED:
+        gate = _scaled(gate, x_scales, w_scales, rows, columns, SWAP)
+        up = _scaled(up, x_scales, w_scales, rows, columns + N, SWAP)
     active = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
     if SWAP:
         tl.store(out + rows[None, :] * N + columns[:, None], active, mask=(rows < num_rows)[None, :])

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from worker.cuda.decode_work import list_pieces
+from worker.cuda.fp8_rows import store_row
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows", "scratch_slot", "longest"])
@@ -57,11 +58,12 @@ def embed_kernel(
 
 @triton.jit(do_not_specialize=["split_stride"])
 def add_norm_kernel(
-    partials, split_stride, bias, residual, norm_weight, normed, eps,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    partials, split_stride, bias, residual, norm_weight, normed, codes, scales, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, CODED: tl.constexpr,
+    NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """residual += sum of the SPLITS partials [SPLITS, rows, HIDDEN] (+ bias); normed = RMS norm of it (Zhang, Sennrich
-    2019)."""
+    2019). If CODED, products of fp8 find it in codes e4m3 [rows, HIDDEN] and scales fp32 [rows], too."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
@@ -80,7 +82,10 @@ def add_norm_kernel(
     if PDL:
         gdc_launch_dependents()
     tl.store(residual + at, rounded, mask=inside)
-    tl.store(normed + at, out.to(normed.dtype.element_ty), mask=inside)
+    out = out.to(normed.dtype.element_ty)
+    tl.store(normed + at, out, mask=inside)
+    if CODED:
+        store_row(out.to(tl.float32), codes, scales, row, columns, inside, HIDDEN, NATIVE)
 
 
 @triton.jit

@@ -84,8 +84,9 @@ class PrefillChain:
         if num_rows == 0:
             return
         add_norm_kernel[(num_rows,)](
-            added, 0, norm if bias is None else bias, residual, norm, normed, self._config.norm_eps,
-            HIDDEN=hidden, BLOCK=next_power_of_2(hidden), SPLITS=1, HAS_BIAS=bias is not None,
+            added, 0, norm if bias is None else bias, residual, norm, normed, normed, normed,
+            self._config.norm_eps, HIDDEN=hidden, BLOCK=next_power_of_2(hidden), SPLITS=1, HAS_BIAS=bias is not None,
+            CODED=False, NATIVE=normed.is_cuda,
             **_plain(8 if hidden > 1024 else 4),
         )  # fmt: skip
 

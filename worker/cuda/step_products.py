@@ -1,0 +1,78 @@
+"""A decode step's products of several rows with a layer's matrices, whatever these are made of. Capturable.
+
+Rows x that a plain or a packed matrix takes are the model's numbers. One of fp8 takes their codes, which whoever wrote
+the rows left in the buffers, or `coded` makes of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.cuda.decode_buffers import DecodeBuffers
+from worker.cuda.decode_plan import DecodePlan
+from worker.cuda.decode_shape import DecodeShape
+from worker.cuda.fp8 import Fp8Matrix
+from worker.cuda.fp8_products import code_rows, scaled_product
+from worker.cuda.linear import gate_up_kernel, split_linear_kernel
+from worker.cuda.packed import PackedMatrix, values_of
+from worker.cuda.packed_products import gate_up_product, split_product
+from worker.cuda.tiles import LinearTile
+
+
+class StepProducts:
+    """For one model over one set of buffers."""
+
+    def __init__(self, shape: DecodeShape, buffers: DecodeBuffers) -> None:
+        self.takes_codes = shape.quantization == "fp8"
+        self._buffers = buffers
+
+    def coded(self, x: Tensor, width: int, plan: DecodePlan) -> None:
+        """Makes the codes of rows [0, width) of x [rows, K], if products take such."""
+        if self.takes_codes:
+            codes = self._buffers.codes
+            code_rows(x[:width], codes.of(x.shape[1]), codes.scales, plan.launch(4))
+
+    def split(self, x: Tensor, w: Tensor, width: int, plan: DecodePlan, tile: LinearTile) -> None:
+        """Partial sums of x times w [N, K] transposed, fp32 [splits, rows, N], into the buffers' `partials`."""
+        launch, out, (n, k) = plan.launch(tile.warps, tile.stages), self._buffers.partials, w.shape
+        stride = self._buffers.padded_rows * n
+        if isinstance(w, PackedMatrix):
+            split_product(x, w, out, width, stride, tile, launch)
+            return
+        split_linear_kernel[(n // tile.columns, tile.splits, math.ceil(width / tile.rows))](
+            *self._operands(x, w), out, width, stride, N=n, K=k, SPLITS=tile.splits, **_constants(tile), **launch,
+            SCALED=self.takes_codes,
+        )  # fmt: skip
+
+    def gate_up(self, x: Tensor, w: Tensor, width: int, plan: DecodePlan, tile: LinearTile) -> None:
+        """silu(gate) * up of x, w [2 N, K], into the buffers' `active`."""
+        launch, out, (n, k) = plan.launch(tile.warps, tile.stages), self._buffers.active, w.shape
+        if isinstance(w, PackedMatrix):
+            gate_up_product(x, w, out, width, tile, launch)
+            return
+        gate_up_kernel[(n // 2 // tile.columns, math.ceil(width / tile.rows))](
+            *self._operands(x, w), out, width, N=n // 2, K=k, **_constants(tile), **launch, SCALED=self.takes_codes,
+        )  # fmt: skip
+
+    def whole(self, x: Tensor, w: Tensor, out: Tensor, width: int) -> None:
+        """out [rows, N] = x times w [N, K] transposed, by the vendor's library."""
+        if isinstance(w, Fp8Matrix):
+            codes = self._buffers.codes
+            scaled_product(codes.of(w.shape[1])[:width], codes.scales[:width], w, out[:width])
+        else:
+            torch.mm(x[:width], values_of(w).t(), out=out[:width])
+
+    def _operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Both sides of a product, and their scales; a plain one never reads these."""
+        codes = self._buffers.codes
+        if isinstance(w, Fp8Matrix):
+            return codes.of(w.shape[1]), w.codes, codes.scales, w.scales
+        return x, w, codes.scales, codes.scales
+
+
+def _constants(tile: LinearTile) -> dict[str, Any]:
+    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAP": tile.swap, "EARLY": tile.early}
