@@ -30,9 +30,9 @@ from benchmarks.against_vllm import SHAPES
 from worker.config import Quantization
 from worker.cuda.decode import CudaDecode, Step, Steps
 from worker.cuda.decode_plan import plan_decode
+from worker.cuda.fp8 import E4M3, Fp8Matrix
 from worker.cuda.graphs import Draw, LaunchedSteps
 from worker.cuda.lora import CudaLoraSlots
-from worker.cuda.fp8 import E4M3, Fp8Matrix
 from worker.cuda.packed import PackedMatrix
 from worker.kv_pool import KvPool
 from worker.models.config import ModelConfig, read_config

@@ -19,12 +19,15 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import torch
 import triton
 
 from tests.decode_reference import random_weights, rotary_tables
+from tests.decode_rig import quantized
 from worker.cell_rows import SCALED, packed_rows
+from worker.config import Quantization
 from worker.cuda.decode_buffers import DecodeBuffers
 from worker.cuda.decode_chain import DecodeChain
 from worker.cuda.decode_plan import DecodePlan, plan_decode
@@ -56,7 +59,7 @@ class Bench:
     ) -> None:
         device = torch.device("cuda")
         self.shape, self.device = shape, device
-        self.weights = random_weights(shape, device)
+        self.weights = quantized(random_weights(shape, device), shape.quantization)
         self.rotary = rotary_tables(shape, device)
         num_cells = max(num_cells, 8192)
         heads, self.cell_dtype = (shape.num_kv_heads, shape.head_dim), cell_dtype or shape.dtype
@@ -140,10 +143,8 @@ class Bench:
 
     def floor_ms(self, contexts: Sequence[int]) -> float:
         s = self.shape
-        per_layer = s.hidden * (s.qkv_columns + s.query_columns + 3 * s.ffn)
-        weights = s.num_layers * per_layer + s.vocab_size * s.hidden
         cell_bytes = bytes_per_cell(s.num_layers, s.num_kv_heads, s.head_dim, self.cell_dtype)
-        return (weights * 2 + sum(contexts) * cell_bytes) / READ_BYTES_PER_S * 1e3
+        return (self.weights.bytes_read + sum(contexts) * cell_bytes) / READ_BYTES_PER_S * 1e3
 
 
 def warm_clocks(seconds: float = 1.0) -> None:
@@ -161,12 +162,15 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--layers", type=int, help="run fewer layers than the model has")
+    parser.add_argument(
+        "--quantization", choices=get_args(Quantization), default="none", help="of the layers' matrices"
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows = []
     print(f"{'shape':12} {'width':>5} {'chain':>8} {'step ms':>8} {'loop ms':>8} {'floor':>7} {'floor/step':>10}")
     for name in args.shape or SHAPES:
-        shape = SHAPES[name]
+        shape = replace(SHAPES[name], quantization=args.quantization)
         if args.layers is not None:
             shape = replace(shape, windows=shape.windows[: args.layers])
         bench = Bench(shape, max(args.widths), max(args.widths) * (args.context + 2 * STEPS))
@@ -192,6 +196,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "quantization": args.quantization,
         "read_bytes_per_s": READ_BYTES_PER_S,
         "steps": STEPS,
         "rows": rows,
