@@ -30,17 +30,17 @@ class Fp8Tile:
     swap: bool = True
 
 
-# Two programs of each multiprocessor have about 100 KB in flight, so that bytes come while products are made.
-_TWO_EACH: Final = 2 * 132
+# About two for each multiprocessor, of about 100 KB in flight each, so that bytes come while products are made.
+_TWO_EACH: Final = 256
 TABLE: Final[Mapping[int, Mapping[str, Fp8Tile]]] = {
     16: {
-        "qkv": Fp8Tile(64, 256, 4, 4, _TWO_EACH),
+        "qkv": Fp8Tile(64, 256, 4, 4, 192),
         "o": Fp8Tile(64, 256, 4, 4, _TWO_EACH),
         "gate_up": Fp8Tile(64, 256, 3, 4, 1),
         "down": Fp8Tile(64, 256, 4, 4, _TWO_EACH),
     },
     32: {
-        "qkv": Fp8Tile(64, 256, 4, 4, _TWO_EACH),
+        "qkv": Fp8Tile(64, 256, 4, 4, 192),
         "o": Fp8Tile(64, 256, 4, 4, _TWO_EACH),
         "gate_up": Fp8Tile(64, 128, 5, 4, 1),
         "down": Fp8Tile(64, 256, 4, 4, _TWO_EACH),

@@ -50,10 +50,10 @@ def _scaled(acc, x_scales, w_scales, rows, columns, SWAP: tl.constexpr):
     """Sums of codes to what they stand for."""
     of_rows, of_columns = tl.load(x_scales + rows), tl.load(w_scales + columns)
     if SWAP:
-        scaled = acc * of_rows[None, :] * of_columns[:, None]
+        acc *= of_rows[None, :] * of_columns[:, None]
     else:
-        scaled = acc * of_rows[:, None] * of_columns[None, :]
-    return scaled
+        acc *= of_rows[:, None] * of_columns[None, :]
+    return acc
 
 
 @triton.jit(do_not_specialize=["num_rows", "split_stride"])
