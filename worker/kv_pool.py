@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
+from planner.errors import InvalidConfiguration
 from worker.cell_rows import SCALED, row_shape, storage_dtype
 
 
@@ -25,6 +28,10 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """Raises `InvalidConfiguration` for a pool larger than this machine's memory, and torch's `OutOfMemoryError`
+        where a GPU has no room."""
+        if device.type == "cpu":
+            _check_memory(num_cells, (num_cells + 1) * bytes_per_cell(num_layers, num_kv_heads, head_dim, dtype))
         self.num_cells = num_cells
         self.keys, self.values = (
             _cells(num_layers, num_cells, row_shape(num_kv_heads, head_dim, dtype), storage_dtype(dtype), device)
@@ -69,6 +76,17 @@ def _cells(num_layers: int, num_cells: int, row: tuple[int, int], dtype: torch.d
     tensor = torch.empty((num_layers, num_cells + 1, *row), dtype=dtype, device=device)
     tensor[:, num_cells] = 0
     return tensor
+
+
+def _check_memory(num_cells: int, num_bytes: int) -> None:
+    """On a CPU memory is given when it is first written to: a pool that can never be filled would be found too late."""
+    there_are = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > there_are:
+        raise InvalidConfiguration(
+            f"a pool of {num_cells} cells takes {num_bytes} bytes, and this machine's memory has {there_are}: lower "
+            "max_cells or max_model_len",
+            param="max_cells",
+        )
 
 
 def bytes_per_cell(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

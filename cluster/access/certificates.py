@@ -27,12 +27,15 @@ CLOCKS_DIFFER_BY: Final = datetime.timedelta(minutes=5)
 def make_certificates(folder: Path, names: Sequence[str], days: int) -> list[Path]:
     """Make all files, those with keys readable by their owner alone; `names` are those of the front, for clients.
 
-    Raises `InvalidConfiguration` when one of them is there already: nothing has then been written.
+    Raises `InvalidConfiguration` when one of them is there already, or the folder cannot be: nothing was written then.
     """
     paths = [folder / name for name in (AUTHORITY, AUTHORITY_KEY, *WORKER, *GATEWAY, *([FRONT] if names else []))]
     if there := [path.name for path in paths if path.exists()]:
         raise InvalidConfiguration(f"{folder} has {', '.join(there)} already; nothing was written", param="folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidConfiguration(f"{folder} cannot be made: {error.strerror}", param="folder") from error
     authority = _Authority(days)
     _write(folder / AUTHORITY, authority.pem, 0o644)
     _write(folder / AUTHORITY_KEY, authority.key_pem, 0o600)

@@ -8,7 +8,6 @@ nodes that are still to join and a service that is still to start: `ray up` itse
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import time
 from collections.abc import Callable
@@ -16,13 +15,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
 
+from cluster.commands.argument_types import port_number, seconds, service_url
 from cluster.commands.ask import is_ready
 from cluster.commands.cluster_facts import facts_of_cluster
 from cluster.commands.doctor_checks import Finding, findings
 from cluster.commands.doctor_settings import keys_finding, metrics_finding, tls_finding, traces_finding
 from cluster.commands.node_facts import node_facts
 from cluster.commands.planned_nodes import PlannedNodes, planned_nodes
-from cluster.commands.serve_flags import port_number
 from cluster.commands.smoke import why_no_token
 from cluster.rpc.probe import is_serving
 from cluster.serving.front import DEFAULT_GRPC_PORT
@@ -43,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--nodes", type=int, metavar="N", help="how many nodes the cluster must have")
     size.add_argument("--cluster", type=Path, metavar="FILE", help="the file of `ray up` that says how many")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many GPUs there must be")
-    parser.add_argument("--url", help="a service that must be ready and answer, such as http://127.0.0.1:8000")
+    parser.add_argument(
+        "--url", type=service_url, help="a service that must be ready and answer, such as http://127.0.0.1:8000"
+    )
     parser.add_argument("--api-key", metavar="KEY", help="for that service, where it asks for one")
     parser.add_argument("--api-keys-file", type=Path, metavar="FILE", help="keys that a service is to be given")
     parser.add_argument("--data-plane-tls", type=Path, metavar="FOLDER", help="certificates of this machine, as served")
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grpc-target", metavar="HOST:PORT", help="one that must be ready for gRPC")
     parser.add_argument(
         "--wait",
-        type=_seconds,
+        type=seconds,
         default=0.0,
         metavar="S",
         help="for how many seconds to wait for nodes, and then for the service (default: 0)",
@@ -115,10 +116,3 @@ def _answer(url: str, api_key: str | None) -> Finding:
     if fault is None:
         return Finding("answer", f"{url} generates")
     return Finding("answer", f"{url}: {fault}", "see the logs of its gateways and workers; --api-key gives a key")
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
-    return number

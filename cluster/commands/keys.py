@@ -7,8 +7,10 @@ import hashlib
 import secrets
 
 import yaml
+from pydantic import ValidationError
 
 from cluster.api_settings import KeySettings
+from planner.errors import InvalidConfiguration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    """Raises `InvalidConfiguration` for a tenant or a limit that is none."""
     key = f"rc-{secrets.token_urlsafe(32)}"
     settings = {
         "sha256": hashlib.sha256(key.encode()).hexdigest(),
@@ -25,7 +28,12 @@ def execute(args: argparse.Namespace) -> int:
         "max_open_requests": args.max_open_requests,
         "requests_per_minute": args.requests_per_minute,
     }
-    entry = KeySettings.model_validate(settings).model_dump(exclude_none=True)
+    try:
+        entry = KeySettings.model_validate(settings).model_dump(exclude_none=True)
+    except ValidationError as fault:
+        first = fault.errors(include_url=False)[0]
+        flag = f"--{first['loc'][0]}".replace("_", "-")
+        raise InvalidConfiguration(f"{flag} {first['input']!r}: {first['msg']}", param=str(first["loc"][0])) from fault
     print(f"# The key, told this once: {key}")
     print(yaml.safe_dump([entry], sort_keys=False), end="")
     return 0

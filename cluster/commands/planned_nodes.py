@@ -26,8 +26,12 @@ def planned_nodes(path: Path) -> PlannedNodes:
     """
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidConfiguration(f"cannot read the cluster's file {path}: {error}", param="cluster") from error
+    except OSError as error:
+        raise InvalidConfiguration(
+            f"the cluster's file {path} cannot be read: {error.strerror}", param="cluster"
+        ) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidConfiguration(f"the cluster's file {path} is not YAML: {error}", param="cluster") from error
     try:
         return _planned(content)
     except (KeyError, TypeError, AttributeError) as error:

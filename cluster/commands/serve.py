@@ -115,8 +115,13 @@ def read_keys(path: Path) -> list[Any]:
     """The entries of a keys file; what is in them is checked with all other settings. Raises `InvalidConfiguration`."""
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidConfiguration(f"the keys in {path} cannot be read: {error}", param="api_keys_file") from error
+    except OSError as error:
+        raise InvalidConfiguration(
+            f"the keys in {path} cannot be read: {error.strerror}", param="api_keys_file"
+        ) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        told = " ".join(str(error).split())
+        raise InvalidConfiguration(f"the keys in {path} are not YAML: {told}", param="api_keys_file") from error
     if not isinstance(entries, list) or not entries:
         raise InvalidConfiguration(f"{path} must be a list of at least one key", param="api_keys_file")
     return entries

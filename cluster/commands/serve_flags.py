@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import get_args
 
+from cluster.commands.argument_types import port_number, seconds
 from cluster.commands.engine_flags import add_engine_flags
 from cluster.serving.front import DEFAULT_GRPC_PORT, Front
 from worker.tracing import Protocol
@@ -42,7 +43,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-workers", type=int, metavar="N", help="let their number follow the load, up to this")
     group.add_argument("--num-gateways", type=int, default=1, help="processes that speak HTTP (default: 1)")
     group.add_argument(
-        "--drain-timeout-s", type=float, help="how long what runs may go on at an orderly end (default: 30)"
+        "--drain-timeout-s", type=seconds, help="how long what runs may go on at an orderly end (default: 30)"
     )
 
 
@@ -134,10 +135,3 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
         help="a collector for traces, as http://localhost:4317 (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)",
     )
     group.add_argument("--otlp-protocol", choices=get_args(Protocol), help="what it speaks (default: grpc)")
-
-
-def port_number(text: str) -> int:
-    """A port that can be listened on, for argparse."""
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:6]) <= 65_535):
-        raise argparse.ArgumentTypeError(f"{text} is not a port: ports are 1 to 65535")
-    return int(text)

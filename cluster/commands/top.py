@@ -11,6 +11,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from cluster.commands.argument_types import seconds, service_url
+from cluster.commands.ask import DIRECT
 from planner.errors import Unavailable
 
 BAR_CELLS = 24
@@ -21,9 +23,11 @@ View = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the service (default: %(default)s)")
+    parser.add_argument(
+        "--url", type=service_url, default="http://127.0.0.1:8000", help="of the service (default: %(default)s)"
+    )
     parser.add_argument("--api-key", metavar="KEY", help="where the service has keys")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (default: 1)")
+    parser.add_argument("--interval", type=seconds, default=1.0, metavar="S", help="seconds between looks (default: 1)")
     parser.add_argument("--once", action="store_true", help="look twice, print, and end")
 
 
@@ -49,16 +53,21 @@ def execute(args: argparse.Namespace) -> int:
 def fetch(url: str, key: str | None) -> View:
     """`/debug/fleet`. Raises `Unavailable` in one sentence."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{url.rstrip('/')}/debug/fleet", headers=headers)
+    request = urllib.request.Request(f"{url}/debug/fleet", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        with urllib.request.build_opener(DIRECT).open(request, timeout=ANSWER_S) as answer:
             fleet: View = json.load(answer)
     except urllib.error.HTTPError as error:
         hint = ": give --api-key" if error.code == 401 else ""
         raise Unavailable(f"{url} answered {error.code}{hint}") from error
     except (OSError, ValueError) as error:
-        raise Unavailable(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
+        raise Unavailable(f"{url} does not answer: {_reason(error)}") from error
     return fleet
+
+
+def _reason(error: OSError | ValueError) -> str:
+    beneath = getattr(error, "reason", error)  # what urllib wraps
+    return beneath.strerror if isinstance(beneath, OSError) and beneath.strerror else str(beneath)
 
 
 def table(fleet: View, before: View) -> str:

@@ -101,7 +101,9 @@ def open_archive(path: Path) -> zipfile.ZipFile:
     """The archive, to be closed. Raises `InvalidProgram` where the file is none, or is cut off."""
     try:
         return zipfile.ZipFile(path)
-    except (OSError, zipfile.BadZipFile) as error:
+    except OSError as error:
+        raise InvalidProgram(f"{path} cannot be read: {error.strerror or error}", param="model") from error
+    except zipfile.BadZipFile as error:
         raise InvalidProgram(f"{path} is not a program, or not a whole one: {error}", param="model") from error
 
 
