@@ -36,11 +36,19 @@ Stop = Annotated[
 
 
 class StreamOptions(Body):
-    """`include_usage`: a last chunk without choices tells the token counts."""
+    """`include_usage`: a last chunk without choices tells the token counts, and each chunk those so far where
+    `continuous_usage_stats` are asked for, too."""
 
-    unsupported: ClassVar[Neutral] = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+    unsupported: ClassVar[Neutral] = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _usage_is_told_at_all(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise RefusedField("stream_options", "continuous_usage_stats needs include_usage to be true")
+        return self
 
 
 _NOT_SUPPORTED_ANYWHERE: Final[Neutral] = {
@@ -103,6 +111,10 @@ class GenerationBody(Structured):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @model_validator(mode="after")
     def _options_of_a_stream_need_one(self) -> GenerationBody:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cluster.routing.fleet import ServedModel
@@ -120,6 +122,23 @@ async def test_half_a_character_is_never_sent() -> None:
         events = await d.events("/v1/completions", prompt="x", max_tokens=30)
     pieces = [e["choices"][0]["text"] for e in events[:-1]]
     assert [p for p in pieces if p] == ["🦙", "🦙"]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)])
+async def test_each_chunk_tells_the_counts_so_far_where_that_is_asked_for(path: str, body: dict[str, Any]) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with desk(says("four")) as d:
+        *chunks, last, done = await d.events(path, **body, stream_options=options)
+        plain = await d.events(path, **body, stream_options={"include_usage": True})
+        without = await d.post(path, **body, stream=True, stream_options={"continuous_usage_stats": True})
+    assert (without.status_code, without.json()["error"]["param"]) == (400, "stream_options")
+    assert "include_usage" in without.json()["error"]["message"]
+    assert done == "[DONE]"
+    completed = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert completed == sorted(completed)
+    assert completed[0] < completed[-1] == last["usage"]["completion_tokens"]
+    assert all(chunk["choices"] for chunk in chunks)
+    assert [chunk.get("usage") is not None for chunk in plain[:-1]] == [False] * (len(plain) - 2) + [True]
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 50])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from cluster.answers.answer import TokenCounts
@@ -34,14 +34,19 @@ class Telling(Protocol):
 
 
 class ChunkTelling:
-    """A `Telling`, as completions and chats have it: chunks without a name, and `[DONE]` behind the last of them."""
+    """A `Telling`, as completions and chats have it: chunks without a name, and `[DONE]` behind the last of them.
+    `counts_so_far`: what each chunk tells of the token counts."""
 
-    def __init__(self, voice: Voice, *, include_usage: bool) -> None:
+    def __init__(
+        self, voice: Voice, *, include_usage: bool, counts_so_far: Callable[[], TokenCounts] | None = None
+    ) -> None:
         self._voice = voice
         self._include_usage = include_usage
+        self._counts_so_far = counts_so_far
 
     def events(self, pieces: Iterable[Piece]) -> bytes:
-        chunks = (self._voice.chunk(piece) for piece in pieces)
+        counts = None if self._counts_so_far is None else self._counts_so_far()
+        chunks = (self._voice.chunk(piece, counts) for piece in pieces)
         return b"".join(event(chunk) for chunk in chunks if chunk is not None)
 
     def closing(self, counts: TokenCounts) -> bytes:

@@ -10,7 +10,7 @@ from cluster.language.detokeniser import TokenBytes, id_name
 from cluster.language.message_reader import NewReader
 from cluster.web.prompt_voice import PromptVoice
 from cluster.web.telling import ChunkTelling
-from cluster.web.voices import ChatVoice, CompletionVoice
+from cluster.web.voices import ChatVoice, CompletionVoice, Voice
 from protos.openai import ChatBody, CompletionBody, GenerationBody
 
 
@@ -19,7 +19,7 @@ def completion_telling(maker: AnswerMaker, body: CompletionBody, answer: Answer,
     tokens = maker.service.text.tokens
     prompt = PromptVoice(answer, tokens, body)
     voice = CompletionVoice(name, token_name(body, tokens), prompt, scored=body.logprobs is not None)
-    return ChunkTelling(voice, include_usage=body.include_usage)
+    return _chunks(voice, body, answer)
 
 
 def chat_telling(
@@ -30,7 +30,12 @@ def chat_telling(
     prompt = PromptVoice(answer, tokens, body)
     naming = token_name(body, tokens)
     voice = ChatVoice(name, tokens, naming, prompt, scored=body.logprobs, new_reader=new_reader)
-    return ChunkTelling(voice, include_usage=body.include_usage)
+    return _chunks(voice, body, answer)
+
+
+def _chunks(voice: Voice, body: GenerationBody, answer: Answer) -> ChunkTelling:
+    counts_so_far = answer.counts if body.continuous_usage else None
+    return ChunkTelling(voice, include_usage=body.include_usage, counts_so_far=counts_so_far)
 
 
 def token_name(body: GenerationBody, tokens: TokenBytes) -> Callable[[int], str]:

@@ -21,8 +21,8 @@ from protos import openai_answers as wire
 class Voice(Protocol):
     """Turns what an answer says into JSON. Owner: one answer; every text it makes has the same id and time."""
 
-    def chunk(self, piece: Piece) -> bytes | None:
-        """One chunk of a stream; None where the piece has nothing to tell."""
+    def chunk(self, piece: Piece, counts: TokenCounts | None = None) -> bytes | None:
+        """One chunk of a stream, and the counts with it; None where the piece has nothing to tell."""
         ...
 
     def usage_chunk(self, counts: TokenCounts) -> bytes:
@@ -48,14 +48,14 @@ class CompletionVoice:
         self._opened: set[int] = set()
         self._frame = _Frame(self._envelope([]))
 
-    def chunk(self, piece: Piece) -> bytes | None:
+    def chunk(self, piece: Piece, counts: TokenCounts | None = None) -> bytes | None:
         if _is_silent(piece) and not (self._prompt.tells_ids and piece.tokens):
             return None
         choice = self._choice(piece.index, [piece])
         if piece.index not in self._opened:
             self._opened.add(piece.index)
             choice = choice.model_copy(update=self._prompt.prompt(piece.index))
-        return self._frame.around(choice)
+        return self._frame.around(choice, counts)
 
     def usage_chunk(self, counts: TokenCounts) -> bytes:
         return self._envelope([], counts).to_json()
@@ -127,7 +127,7 @@ class ChatVoice:
         self._readers: dict[int, MessageReader] = {}  # of the choices that have begun
         self._frame = _Frame(self._chunk())
 
-    def chunk(self, piece: Piece) -> bytes | None:
+    def chunk(self, piece: Piece, counts: TokenCounts | None = None) -> bytes | None:
         opens = piece.index not in self._readers
         parts = self._read([piece])
         tells_ids = self._prompt.tells_ids and piece.tokens
@@ -138,7 +138,7 @@ class ChatVoice:
             index=piece.index, delta=delta, logprobs=self._logprobs([piece]), finish_reason=reason
         )
         news = self._prompt.tokens([piece]) | (self._prompt.prompt(piece.index) if opens else {})
-        return self._frame.around(choice.model_copy(update=news))
+        return self._frame.around(choice.model_copy(update=news), counts)
 
     def usage_chunk(self, counts: TokenCounts) -> bytes:
         return self._chunk().model_copy(update={"usage": usage(counts)}).to_json()
@@ -214,11 +214,11 @@ class _Frame:
     """The JSON around a chunk's one choice, written once: it is the same for all chunks of a stream."""
 
     def __init__(self, empty: wire.Completion | wire.ChatChunk) -> None:
-        self._tail = b"]}"
-        self._head = empty.to_json().removesuffix(self._tail)
+        self._head = empty.to_json().removesuffix(b"]}")
 
-    def around(self, choice: wire.CompletionChoice | wire.ChatChunkChoice) -> bytes:
-        return self._head + choice.to_json() + self._tail
+    def around(self, choice: wire.CompletionChoice | wire.ChatChunkChoice, counts: TokenCounts | None) -> bytes:
+        tail = b"]}" if counts is None else b'],"usage":' + usage(counts).to_json() + b"}"
+        return self._head + choice.to_json() + tail
 
 
 def usage(counts: TokenCounts) -> wire.Usage:

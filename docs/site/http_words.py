@@ -35,7 +35,8 @@ FIELDS: Final[dict[str, str]] = {
     "bad_words": "Texts that are never generated.",
     "priority": "Lower runs first, before fairness.",
     "stream": "Server-Sent Events, one JSON chunk each, and `[DONE]` at the end.",
-    "stream_options": "`include_usage`: a last chunk without choices tells the token counts.",
+    "stream_options": "`include_usage`: a last chunk without choices tells the token counts; with "
+    "`continuous_usage_stats` each chunk tells those so far, too.",
     "add_special_tokens": "Whether to add the tokenizer's special tokens. Not given: to a text, not to a conversation.",
     "truncate_prompt_tokens": "Keep the last so many tokens of the prompt; -1: as many as fit.",
     "prompt_logprobs": "Log probabilities of the prompt's tokens, with so many alternatives; not in a stream.",
