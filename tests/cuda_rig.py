@@ -151,9 +151,10 @@ def cuda_executor(
     cell_dtype: torch.dtype | None = None,
     adapters: CudaLoraSlots | None = None,
     plan: Plan | None = None,
+    around_decode: Callable[[CudaDecode], Any] = lambda decode: decode,
 ) -> CudaExecutor:
-    """`prefill` may put something around the executor's prefill chain. A `pool` with fewer cells than `num_cells`
-    grows."""
+    """`prefill` may put something around the executor's prefill chain, `around_decode` around its decode. A `pool` with
+    fewer cells than `num_cells` grows."""
     swaps = {"swap_blocks": swap_blocks, "swap_block_cells": swap_block_cells}
     info, config = model.info(num_cells, widths, max_prefill_tokens, **swaps), model.decoder.config
     pool = pool or model.pool(num_cells, cell_dtype=cell_dtype)
@@ -171,7 +172,9 @@ def cuda_executor(
     graphs = [each for each in (captured, adapted and adapted.captured) if isinstance(each, PrefillGraphs)]
     growth = PoolGrowth(pool, num_cells, lambda: rebind(pool, decode, swap, graphs))
     port = pool_port(pool, CellLayout.of(info), growth)
-    return CudaExecutor(info, model.decoder, chain, decode, swap, growth, grammars, port, captured, adapted)
+    return CudaExecutor(
+        info, model.decoder, chain, around_decode(decode), swap, growth, grammars, port, captured, adapted
+    )
 
 
 def _captured(

@@ -11,10 +11,11 @@ from planner.request import SamplingParams
 from planner.step import Chunk, ChunkOutput
 from worker.attention import Span
 from worker.config import EngineConfig
-from worker.cuda.decode_state import DecodeState, Moment, PendingTokens, SlotEntry
+from worker.cuda.decode_state import DecodeState, PendingTokens, SlotEntry
 from worker.cuda.outcomes import Drawn, StepRun
 from worker.cuda.prefill_plan import plan_prefill
 from worker.cuda.slots import Slots, slots_needed
+from worker.cuda.staging import Moment
 
 GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")

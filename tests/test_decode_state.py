@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from planner.request import SamplingParams
-from worker.cuda.decode_state import NO_ADAPTER, RING, DecodeState, SlotEntry
+from worker.cuda.decode_state import NO_ADAPTER, DecodeState, SlotEntry
+from worker.cuda.staging import RING
 
 CPU = torch.device("cpu")
 

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from planner.step import Chunk
 from worker.batch import Piece
-from worker.cuda.decode_state import NO_ADAPTER, StagingRing
+from worker.cuda.decode_state import NO_ADAPTER
 from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.prefill import PrefillChain
 from worker.cuda.prefill_graphs import PrefillGraphs
 from worker.cuda.prefill_plan import PrefillPlan
+from worker.cuda.staging import StagingRing
 
 
 class AdaptedPrefill:

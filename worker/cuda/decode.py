@@ -19,6 +19,7 @@ from worker.cuda.decode_shape import DecodeShape, decode_shape
 from worker.cuda.decode_state import DecodeState
 from worker.cuda.graphs import DecodeGraphs, Draw
 from worker.cuda.lora import CudaLoraSlots
+from worker.cuda.pinned_pages import PAGE_BYTES, PinnedPages, Upload
 from worker.cuda.sampler import GpuSampler
 from worker.cuda.slots import slots_needed
 from worker.kv_pool import KvPool
@@ -41,7 +42,8 @@ Plan = Callable[[DecodeShape, int], DecodePlan]
 
 
 class CudaDecode:
-    """Owner of everything that captured steps read and write, but the weights and the pool.
+    """Owner of everything that captured steps read and write, but the weights and the pool; `upload` brings arrays to
+    the device for whatever else the executor launches.
 
     Owner and only caller: the executor. All work is ordered on torch's current stream, and nothing waits for it.
     """
@@ -67,12 +69,16 @@ class CudaDecode:
         plan = plan or partial(plan_decode, hopper=hopper)
         self._plans = {width: plan(shape, width) for width in widths}
         self._adapted_plans = {} if adapters is None else {w: adapted(each, shape) for w, each in self._plans.items()}
+        # A page holds the masks of all rows, else they would wait for the device.
+        page_bytes = max(PAGE_BYTES, max_rows * config.vocab_size // 4)
+        self.upload: Upload = PinnedPages(device, page_bytes).upload
         self.state = DecodeState(
             num_slots=slots_needed(max_rows),
             max_rows=max_rows,
             context=context,
             scratch_cell=pool.scratch_cell,
             device=device,
+            upload=self.upload,
         )
         self._adapters = adapters
         plans = [*self._plans.values(), *self._adapted_plans.values()]

@@ -5,7 +5,7 @@ between rows, and slots between sequences, without recapture. The last slot is s
 never advances, and its K and V go to the pool's scratch cell.
 
 Owner: the executor, on the engine thread. Everything is ordered on torch's current stream; nothing here waits for the
-device, except that the staging rings wait for a copy of `RING` calls ago.
+device, except that staging waits for a copy of some calls ago (`worker.cuda.staging`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 
 from planner.request import CellArray, SamplingParams
+from worker.cuda.pinned_pages import PinnedPages, Upload
+from worker.cuda.staging import Moment, StagingRing
 
-RING = 4
 NO_ADAPTER = -1
 """On the device, of a row without an adapter."""
 # Every row table starts at a multiple of 128 bytes, so that one compiled kernel serves any number of rows.
@@ -62,7 +63,18 @@ class DecodeState:
     int64 `seed` (the 64 bits of an unsigned one). `length` counts the positions before `last_token`, so that the step
     feeds the token at position `length` and draws the one for position `length + 1`."""
 
-    def __init__(self, *, num_slots: int, max_rows: int, context: int, scratch_cell: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_rows: int,
+        context: int,
+        scratch_cell: int,
+        device: torch.device,
+        upload: Upload | None = None,
+    ) -> None:
+        """`upload` brings arrays to `device` without waiting for it; None: through pages of its own."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
@@ -86,6 +98,7 @@ class DecodeState:
         self.seed = zeros(slots, dtype=torch.int64)
         self._rows_staging = StagingRing((3, padded), torch.int32, device)
         self._tokens_staging = StagingRing((2, padded), torch.int32, device)
+        self._upload = upload or PinnedPages(device).upload
 
     @property
     def scratch_slot(self) -> int:
@@ -145,41 +158,3 @@ class DecodeState:
         copied.record()
         host = staging.numpy()
         return PendingTokens(host[0, :num_rows], host[1, :num_rows], copied)
-
-    def _upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        if self.device.type != "cuda":
-            return tensor
-        # Pinned memory is given back only when the copy out of it has run: torch's host allocator sees to that.
-        return tensor.pin_memory().to(self.device, non_blocking=True)
-
-
-class Moment:
-    """A point in the device's work, once recorded; without a device everything has already happened."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def record(self) -> None:
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-
-class StagingRing:
-    """Pinned host buffers used in turn, each with the moment after which it may be used again."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._buffers = [torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(RING)]
-        self._moments = [Moment(device) for _ in range(RING)]
-        self._next = 0
-
-    def take(self) -> tuple[torch.Tensor, Moment]:
-        """The least recently used buffer, free again, and its moment, to be recorded after the copy."""
-        turn, self._next = self._next, (self._next + 1) % RING
-        self._moments[turn].wait()
-        return self._buffers[turn], self._moments[turn]

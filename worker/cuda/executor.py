@@ -13,29 +13,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from planner.request import Request
 from planner.slices import Method, Slice
 from planner.step import Chunk, Step, StepResult
-from worker.attention import Span
-from worker.batch import Batch, Piece, cut, selector
+from worker.batch import Piece, cut, selector
 from worker.cell_image import CellPort
 from worker.cuda.adapted_prefill import Adapted
+from worker.cuda.batch_forward import BatchForward
 from worker.cuda.decode import CudaDecode
 from worker.cuda.decode_buffers import next_power_of_2
-from worker.cuda.decode_state import Moment, PendingTokens, SlotEntry
+from worker.cuda.decode_state import PendingTokens, SlotEntry
+from worker.cuda.failures import Failures
 from worker.cuda.graphs import Draw
 from worker.cuda.host_draws import HostDraws
 from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.outcomes import Drawn, StepRun
-from worker.cuda.pinned_pages import PAGE_BYTES, PinnedPages
 from worker.cuda.prefill import PrefillChain
-from worker.cuda.prefill_graphs import Prefill, PrefillGraphs
-from worker.cuda.prefill_plan import plan_prefill
+from worker.cuda.prefill_graphs import PrefillGraphs
 from worker.cuda.slots import Slots, slots_needed
+from worker.cuda.staging import Moment
 from worker.executor import ProgramInfo
 from worker.logprobs import token_logprobs
 from worker.masks import MaskMaker, NoMasks
@@ -52,8 +51,8 @@ _ALIGNED_ROWS = 32
 class CudaExecutor:
     """An `Executor`; see `worker.executor`. Two steps in flight. Everything runs on torch's current stream.
 
-    Where a forward runs out of memory, the chunks that it held fail; any other error of the device is the executor's
-    end. Rows without finite logits fail alone.
+    Where a forward runs out of memory, the chunks that it held fail, and where a draw does, or its log probabilities,
+    those that wanted it; any other error of the device is the executor's end. Rows without finite logits fail alone.
     """
 
     def __init__(
@@ -77,18 +76,15 @@ class CudaExecutor:
         self._port = port
         self._growth = growth
         self._decoder = decoder
-        self._prefill = prefill
-        self._captured = captured  # prefills of few tokens
         self._adapted = adapted
         self._decode = decode
         self._device = decoder.device
-        self._shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
         self._slots = Slots(slots_needed(info.widths[-1]))
+        shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
+        self._forward = BatchForward(prefill, captured, adapted, decode, self._slots, shared_heads)
         self._grammars = grammars or NoMasks()
-        # A page holds the masks of all rows, else they would wait for the device.
-        page_bytes = max(PAGE_BYTES, info.widths[-1] * info.vocab_size // 4)
-        self._host_draws = HostDraws(self._grammars, decode.draw, PinnedPages(self._device, page_bytes).upload)
-        self._failed: set[int] = set()  # sequences that the planner does not know yet to have failed
+        self._failures = Failures()
+        self._host_draws = HostDraws(self._grammars, decode, self._failures)
         self._in_flight: deque[StepRun] = deque()
 
     @property
@@ -120,14 +116,14 @@ class CudaExecutor:
         assert len(self._in_flight) < self.max_steps_in_flight
         self._slots.drop(step.dropped)
         self._grammars.drop(step.dropped)
-        self._failed.difference_update(step.dropped)
+        self._failures.forget(step.dropped)
         run = StepRun(step.chunks)
         with torch.inference_mode():
             run_swaps(self._swap, self._grown_for(step, run))
             if self._is_decode(step):
                 self._launch_decode(run)
             else:
-                self._refuse_failed(run)
+                self._failures.refuse(run)
                 for piece_of in step.slices:
                     self._launch_slice(piece_of, run)
         self._in_flight.append(run)
@@ -141,7 +137,7 @@ class CudaExecutor:
         self._grammars.close()
 
     def _is_decode(self, step: Step) -> bool:
-        if self._failed or not step.slices or any(piece_of.method is not Method.DECODE for piece_of in step.slices):
+        if self._failures or not step.slices or any(piece_of.method is not Method.DECODE for piece_of in step.slices):
             return False
         return all(chunk.length == 1 and chunk.samples and chunk.prompt_targets is None for chunk in step.chunks)
 
@@ -159,16 +155,11 @@ class CudaExecutor:
                 raise  # it grew, and then its steps could not be captured again
             lost = {back.sequence_id for back in step.swaps_in if back.cells.max() >= num_cells}
             lost |= {chunk.sequence_id for chunk in step.chunks if chunk.cells[chunk.start :].max() >= num_cells}
-            self._failed |= lost
+            self._failures.lose(lost)
             failed = [index for index, chunk in enumerate(step.chunks) if chunk.sequence_id in lost]
             run.fail(failed, f"the pool has {num_cells} cells and no memory for {required}: {error}")
             step = replace(step, swaps_in=tuple(back for back in step.swaps_in if back.sequence_id not in lost))
         return step
-
-    def _refuse_failed(self, run: StepRun) -> None:
-        """Chunks planned before their sequence's failure was known are not run."""
-        failed = [index for index, chunk in enumerate(run.chunks) if chunk.sequence_id in self._failed]
-        run.fail(failed, "the forward of the step before failed")
 
     # One graph for all rows.
 
@@ -191,18 +182,15 @@ class CudaExecutor:
             special = sorted({*special, *masked})
         draw = Draw.SAMPLED if special or self._slots.any_random(slots) else Draw.GREEDY
         self._decode.step(slots, cells, draw.adapted if adapters else draw, adapters)
-        logits = None
+        scored: list[int] = []
+        kept = None
         if special:
             draws = self._host_draws.draws(special, run, self._step_before)  # while the forward runs
-            logits = self._decode.logits(len(slots)).index_select(0, self._upload(special)).float()
-            redrawn = [place for place, draw in enumerate(draws) if draw.changes_logits]
-            if redrawn:
-                rows = [special[place] for place in redrawn]
-                at = [slots[row] for row in rows]
-                tokens = self._host_draws.redraw(logits, redrawn, draws, at, rows, state.out_tokens)
-                state.set_last_tokens(self._upload(at), tokens)
+            logits = self._decode.logits(len(slots))
+            self._host_draws.draw_again(run, special, special, draws, logits, slots, state.out_tokens)
+            scored, kept = self._kept_logits(run, special, special, logits)
         pending = state.fetch_tokens(len(slots))
-        run.drawn.append(Drawn.of(range(len(slots)), chunks, pending, special, logits))
+        run.drawn.append(Drawn(range(len(slots)), pending, scored, kept))
 
     # One packed forward a slice.
 
@@ -217,57 +205,29 @@ class CudaExecutor:
         drawn_rows = selector([row for _, row in drawing], piece_of.method, least)
         target_rows = [row for piece in batch.pieces for row in piece.target_rows]
         pooled_rows = [row for piece in batch.pieces for row in piece.pooled_rows]
-        try:
-            hidden = self._forward(batch, [*drawn_rows, *target_rows, *pooled_rows])
+        with self._failures.room_for(run, [piece.index for piece in batch.pieces], "the forward"):
+            hidden = self._forward.hidden(batch, [*drawn_rows, *target_rows, *pooled_rows])
             if drawing:
                 self._draw_rows([piece for piece, _ in drawing], hidden[: len(drawn_rows)], run)
             if target_rows:
                 self._score_prompts(batch.pieces, hidden[len(drawn_rows) :], run)
             if pooled_rows:
                 self._pool(batch.pieces, hidden[len(drawn_rows) + len(target_rows) :], run)
-        except torch.OutOfMemoryError as error:
-            run.fail((piece.index for piece in batch.pieces), f"the forward did not fit into the GPU's memory: {error}")
-            self._failed.update(piece.chunk.sequence_id for piece in batch.pieces)
-
-    def _forward(self, batch: Batch, rows: Sequence[int]) -> Tensor:
-        """[K, E]: what the last layer gives in `rows`."""
-        spans = [Span(p.row, p.start, p.length, p.chunk.cells[: p.start + p.length]) for p in batch.pieces]
-        prefill: Prefill = self._prefill
-        captured = self._captured
-        if self._adapted is not None and self._adapted.placed(batch.pieces):
-            prefill, captured = self._adapted.prefill, self._adapted.captured
-        if captured is not None and not captured.takes(spans, len(rows)):
-            captured = None
-        tokens = self._upload(batch.tokens) if captured is None else captured.place(spans, batch.tokens, rows)
-        fed = [piece for piece in batch.pieces if piece.chunk.tokens is None]
-        if fed:
-            slots = self._upload([self._slot_of(piece.chunk) for piece in fed])
-            drawn = self._decode.state.last_token.index_select(0, slots)
-            tokens.index_copy_(0, self._upload([piece.row for piece in fed]), drawn.long())
-        if captured is not None:
-            return captured.hidden()
-        plan = plan_prefill(spans, self._shared_heads, self._device)
-        return prefill.hidden(tokens, plan, self._upload(rows))
 
     def _draw_rows(self, pieces: Sequence[Piece], hidden: Tensor, run: StepRun) -> None:
         """Draw for pieces that end their chunks; `hidden` has their rows, and maybe some that nobody reads."""
         num_rows = len(pieces)
         logits = self._decoder.logits(hidden)[:num_rows]
         entered = self._enter(pieces)
-        slots = self._upload(entered)
+        slots = self._decode.upload(np.array(entered, dtype=np.int64))
         outputs = torch.empty((2, _aligned(num_rows)), dtype=torch.int32, device=self._device)
         self._decode.draw(logits, slots.int(), outputs[0, :num_rows], outputs[1, :num_rows])
-        chunks = [piece.chunk for piece in pieces]
-        indices = [piece.index for piece in pieces]
+        rows, indices = range(num_rows), [piece.index for piece in pieces]
         draws = self._host_draws.draws(indices, run, self._step_before)  # while the forward runs
-        redrawn = [row for row, draw in enumerate(draws) if draw.changes_logits]
-        if redrawn:
-            self._host_draws.redraw(logits, redrawn, draws, [entered[row] for row in redrawn], redrawn, outputs[0])
+        self._host_draws.draw_again(run, indices, rows, draws, logits, entered, outputs[0])
         self._decode.state.set_last_tokens(slots, outputs[0, :num_rows])
         pending = self._fetch(outputs, num_rows)
-        scored = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs is not None]
-        kept = logits.index_select(0, self._upload(scored)) if scored else None
-        run.drawn.append(Drawn.of(indices, run.chunks, pending, scored, kept))
+        run.drawn.append(Drawn(indices, pending, *self._kept_logits(run, indices, rows, logits)))
 
     def _enter(self, pieces: Sequence[Piece]) -> list[int]:
         """Put the sequences of drawing chunks into slots, as they are after the chunk; their tokens follow."""
@@ -292,8 +252,7 @@ class CudaExecutor:
                 targets = piece.targets[first : first + _LOGPROB_ROWS].tolist()
                 logits = self._decoder.logits(hidden[at + first : at + first + len(targets)])
                 if not bool(logits.sum().isfinite()):
-                    run.fail([piece.index], "the forward gave logits that are not finite")
-                    self._failed.add(piece.chunk.sequence_id)
+                    self._failures.fail(run, [piece.index], "the forward gave logits that are not finite")
                     break
                 run.score_prompt(piece.index, token_logprobs(logits, targets, [num_top] * len(targets)))
             at += len(piece.targets)
@@ -308,6 +267,20 @@ class CudaExecutor:
 
     # Both.
 
+    def _kept_logits(
+        self, run: StepRun, indices: Sequence[int], rows: Sequence[int], logits: Tensor
+    ) -> tuple[list[int], Tensor | None]:
+        """The rows whose log probabilities are wanted, and their logits in float32, as the model gave them. Of `rows`,
+        which are the draws of the step's chunks `indices`."""
+        chunks = run.chunks
+        wanted = [place for place, index in enumerate(indices) if chunks[index].sampling.logprobs is not None]
+        if wanted:
+            with self._failures.room_for(run, [indices[place] for place in wanted], "keeping logits"):
+                scored = [rows[place] for place in wanted]
+                where = self._decode.upload(np.array(scored, dtype=np.int64))
+                return scored, logits.index_select(0, where).float()
+        return [], None
+
     def _fetch(self, outputs: Tensor, num_rows: int) -> PendingTokens:
         host = torch.empty(outputs.shape, dtype=outputs.dtype, pin_memory=self._device.type == "cuda")
         host.copy_(outputs, non_blocking=True)
@@ -320,18 +293,6 @@ class CudaExecutor:
     def _step_before(self) -> StepRun | None:
         """Of the step that is being launched."""
         return self._in_flight[-1] if self._in_flight else None
-
-    def _slot_of(self, chunk: Chunk) -> int:
-        slot = self._slots.find(chunk.sequence_id)
-        assert slot is not None, "a token that only the device knows was drawn for no slot"
-        return slot
-
-    def _upload(self, values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
-        """int64[n] on the device, without waiting for it."""
-        tensor = torch.from_numpy(np.asarray(values, dtype=np.int64))
-        if self._device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 def _entry(slot: int, chunk: Chunk) -> SlotEntry:

@@ -1,40 +1,37 @@
 """Draws that want more than the device does by itself: penalties, bias, masks, grammars. Their logits are changed, a
 copy of those of the same forward, and then drawn from by the device's sampler again.
 
-Owner and only caller: the executor. A grammar must know the token before, so its rows may wait for the step before;
-nothing else here waits, so that the device goes from the forward to these draws by itself.
+Owner and only caller: the executor. A grammar must know the token before, so its rows may wait for the step before,
+while the device runs this step's forward; nothing else here waits, so that the device goes from the forward to these
+draws by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from planner.errors import GrammarFailed
 from planner.step import Chunk
+from worker.cuda.decode import CudaDecode
+from worker.cuda.failures import Failures
 from worker.cuda.forbid import forbid_rows
 from worker.cuda.outcomes import StepRun
 from worker.masks import BitMask, MaskMaker, constrained_row
 from worker.sampler import Draw, adjust
 
-Upload = Callable[[npt.NDArray[Any]], Tensor]
-"""Brings an array to the device without waiting for it."""
-DrawRows = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""See `worker.cuda.decode.CudaDecode.draw`."""
-
 
 class HostDraws:
-    """`grammars` are the executor's, which tells them who comes and goes."""
+    """`grammars` and `failures` are the executor's, which tells them who comes and goes."""
 
-    def __init__(self, grammars: MaskMaker, draw_rows: DrawRows, upload: Upload) -> None:
+    def __init__(self, grammars: MaskMaker, decode: CudaDecode, failures: Failures) -> None:
         self._grammars = grammars
-        self._draw_rows = draw_rows
-        self._upload = upload
+        self._decode = decode
+        self._failures = failures
+        self._upload = decode.upload
 
     def draws(self, indices: Sequence[int], run: StepRun, before: StepRun | None) -> list[Draw]:
         """How the step's chunks `indices` draw, to be asked while their forward runs. `before` is the step in flight
@@ -42,30 +39,41 @@ class HostDraws:
         masks = self._masks(indices, run, before)
         return [_draw(run.chunks[index], masks.get(index)) for index in indices]
 
-    def redraw(
+    def draw_again(
         self,
-        logits: Tensor,
-        places: Sequence[int],
-        draws: Sequence[Draw],
-        slots: Sequence[int],
+        run: StepRun,
+        indices: Sequence[int],
         rows: Sequence[int],
+        draws: Sequence[Draw],
+        logits: Tensor,
+        slots: Sequence[int],
         out_tokens: Tensor,
-    ) -> Tensor:
-        """Do the draws of `places`, rows of `logits`, of `draws` of all its rows; into rows `rows` of `out_tokens`.
+    ) -> None:
+        """Those of `draws` that the device did not do by itself, into `out_tokens` and into what slots remember.
 
-        `slots`, one a place, have the settings, and lengths that count the row's own position already. Returns what was
-        drawn, int32[len(places)]. Whether a forward's logits were finite was said by its first draw.
+        Row `rows[i]` of `logits` and of `out_tokens` is the draw `draws[i]` of the step's chunk `indices[i]`; row r has
+        the settings of `slots[r]`, whose length counts the row's own position already. `logits` stay as they are;
+        whether they were finite was said by their first draw. Where the device has no room, these chunks fail.
         """
-        chosen = logits.index_select(0, self._upload(_ids(places))).float()
-        changes = [draws[place] for place in places]
-        for row, draw in enumerate(changes):
+        places = [place for place, draw in enumerate(draws) if draw.changes_logits]
+        if not places:
+            return
+        with self._failures.room_for(run, [indices[place] for place in places], "drawing a token"):
+            again = [rows[place] for place in places]
+            where, at = (self._upload(np.array(ids, np.int64)) for ids in (again, [slots[row] for row in again]))
+            tokens = self._drawn(logits.index_select(0, where).float(), [draws[place] for place in places], at)
+            out_tokens.index_copy_(0, where, tokens)
+            self._decode.state.set_last_tokens(at, tokens)
+
+    def _drawn(self, logits: Tensor, draws: Sequence[Draw], slots: Tensor) -> Tensor:
+        """Change `logits` float32[N, vocab_size] as `draws` say, and draw a token from each row; int32[N]."""
+        for row, draw in enumerate(draws):
             if draw.changes_scores:
-                adjust(chosen[row], draw, self._upload)
-        masks = {row: draw.allowed for row, draw in enumerate(changes) if draw.allowed is not None}
-        forbid_rows(chosen, masks, self._upload)
-        tokens, bad = (torch.empty(len(places), dtype=torch.int32, device=logits.device) for _ in range(2))
-        self._draw_rows(chosen, self._upload(np.array(slots, dtype=np.int32)), tokens, bad)
-        out_tokens.index_copy_(0, self._upload(_ids(rows)), tokens)
+                adjust(logits[row], draw, self._upload)
+        masks = {row: draw.allowed for row, draw in enumerate(draws) if draw.allowed is not None}
+        forbid_rows(logits, masks, self._upload)
+        tokens, bad = (torch.empty(len(draws), dtype=torch.int32, device=logits.device) for _ in range(2))
+        self._decode.draw(logits, slots.int(), tokens, bad)
         return tokens
 
     def _masks(self, indices: Sequence[int], run: StepRun, before: StepRun | None) -> dict[int, BitMask]:
@@ -93,7 +101,3 @@ def _draw(chunk: Chunk, mask: BitMask | None) -> Draw:
     """`mask` has what is not to be drawn before `min_tokens` left out already."""
     masked = chunk.masked if mask is None else frozenset()
     return Draw(chunk.sampling, chunk.start + chunk.length, chunk.history, chunk.num_prompt, masked, mask)
-
-
-def _ids(rows: Sequence[int]) -> npt.NDArray[np.int64]:
-    return np.array(rows, dtype=np.int64)

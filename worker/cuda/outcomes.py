@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from planner.errors import ForwardFailed, RequestFailed
@@ -24,22 +25,6 @@ class Drawn:
     pending: PendingTokens
     scored: Sequence[int] = ()
     logits: Tensor | None = None
-
-    @staticmethod
-    def of(
-        indices: Sequence[int],
-        chunks: Sequence[Chunk],
-        pending: PendingTokens,
-        rows: Sequence[int],
-        logits: Tensor | None,
-    ) -> Drawn:
-        """`logits` are those of `rows`; only the rows that want log probabilities keep theirs."""
-        places = [place for place, row in enumerate(rows) if chunks[indices[row]].sampling.logprobs is not None]
-        if logits is None or not places:
-            return Drawn(indices, pending)
-        if len(places) < len(rows):
-            logits = logits[places]
-        return Drawn(indices, pending, [rows[place] for place in places], logits)
 
 
 class StepRun:
@@ -109,8 +94,12 @@ class StepRun:
         if drawn.logits is not None:
             indices = [drawn.indices[row] for row in drawn.scored]
             num_top = [self.chunks[index].sampling.logprobs or 0 for index in indices]
-            found = token_logprobs(drawn.logits, [rows[row] for row in drawn.scored], num_top)
-            scores.update(zip(indices, found, strict=True))
+            try:
+                found = token_logprobs(drawn.logits, [rows[row] for row in drawn.scored], num_top)
+            except torch.OutOfMemoryError as error:
+                self.fail(indices, f"log probabilities did not fit into the GPU's memory: {error}")
+            else:
+                scores.update(zip(indices, found, strict=True))
 
     def _output(
         self, index: int, tokens: dict[int, int], scores: dict[int, TokenLogprobs], vectors: dict[int, Vector]

@@ -14,16 +14,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from worker.cuda.decode_state import Moment
+from worker.cuda.staging import Moment
 
 NUM_PAGES = 4
 PAGE_BYTES = 4 << 20
+Upload = Callable[[npt.NDArray[Any]], Tensor]
+"""Brings an array to the device without waiting for it."""
 # Copies begin where any dtype may, and no two share a line of the processor's cache.
 _ALIGNMENT = 256
 
 
 class Ready(Protocol):
-    """A point in the device's work; see `worker.cuda.decode_state.Moment`."""
+    """A point in the device's work; see `worker.cuda.staging.Moment`."""
 
     def record(self) -> None: ...
 
@@ -48,17 +50,22 @@ class PinnedPages:
 
     def upload(self, values: npt.NDArray[Any]) -> Tensor:
         """A new tensor on the device with these values, behind everything launched so far. Returns at once, but for an
-        array that is larger than a page."""
-        host = torch.from_numpy(np.ascontiguousarray(values))
-        num_bytes = host.nbytes
-        if num_bytes > len(self._pages[0]):
-            return host.to(self._device)
+        array that is larger than a page, for which torch pins memory."""
+        if values.nbytes > len(self._pages[0]):
+            host = torch.tensor(values)
+            return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
+        dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
+        host = self._room(values.nbytes).view(dtype).view(values.shape)
+        host.numpy()[...] = values
+        return torch.empty(values.shape, dtype=dtype, device=self._device).copy_(host, non_blocking=True)
+
+    def _room(self, num_bytes: int) -> Tensor:
+        """uint8[num_bytes] of a page that nobody has."""
         if self._used + num_bytes > len(self._pages[0]):
             self._turn()
-        page = self._pages[self._page][self._used : self._used + num_bytes].view(host.dtype).view(host.shape)
+        first = self._used
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        page.copy_(host)
-        return torch.empty(host.shape, dtype=host.dtype, device=self._device).copy_(page, non_blocking=True)
+        return self._pages[self._page][first : first + num_bytes]
 
     def _turn(self) -> None:
         """On to the page that was left the longest ago, once its copies are done."""

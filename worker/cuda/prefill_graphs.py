@@ -16,10 +16,10 @@ from torch import Tensor
 
 from planner.request import TokenArray
 from worker.attention import Span
-from worker.cuda.decode_state import StagingRing
 from worker.cuda.fixed_prefill_plan import fixed_plan, fixed_table_size, write_fixed
 from worker.cuda.graphs import Capture, Forward, captures
 from worker.cuda.prefill_plan import PrefillPlan
+from worker.cuda.staging import StagingRing
 from worker.kv_pool import KvPool
 
 PREFILL_WIDTHS = (16, 32, 64, 128, 256, 512, 1024)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from worker.attention import Span
+from worker.cuda.pinned_pages import Upload
 from worker.packed_plan import PackedPlan
 
 # Rows (a token's query heads of one group count as rows) of a tile. Short chunks take tiles of the least that a
@@ -51,20 +52,27 @@ class PrefillPlan:
     cells: Tensor
 
 
-def plan_prefill(spans: Sequence[Span], shared_heads: int, device: torch.device) -> PrefillPlan:
-    """Lay out `spans`, which cover the forward's rows in order; `shared_heads` query heads share a key/value head."""
-    return unpack_prefill(pack_prefill(spans, shared_heads, device), shared_heads)
+def plan_prefill(
+    spans: Sequence[Span], shared_heads: int, device: torch.device, upload: Upload | None = None
+) -> PrefillPlan:
+    """Lay out `spans`, which cover the forward's rows in order; `shared_heads` query heads share a key/value head.
+    `upload` brings the plan to `device`; None: by memory that is pinned for it."""
+    return unpack_prefill(pack_prefill(spans, shared_heads, device, upload), shared_heads)
 
 
-def pack_prefill(spans: Sequence[Span], shared_heads: int, device: torch.device) -> PackedPlan:
+def pack_prefill(
+    spans: Sequence[Span], shared_heads: int, device: torch.device, upload: Upload | None = None
+) -> PackedPlan:
     """The same plan as one table (int32, on `device`) and the number of entries of each of its tensors."""
     parts = plan_parts(spans, shared_heads)
     sizes = [part.size for part in parts]
     room = _aligned(sizes)
-    flat = torch.zeros(sum(room), dtype=torch.int32, pin_memory=device.type == "cuda")
+    pinned = device.type == "cuda" and upload is None
+    flat = torch.zeros(sum(room), dtype=torch.int32, pin_memory=pinned)
     for part, view in zip(parts, torch.split(flat, room), strict=True):
         view.numpy()[: part.size] = part.ravel()
-    return PackedPlan(flat.to(device, non_blocking=True), torch.tensor(sizes))
+    table = flat.to(device, non_blocking=True) if upload is None else upload(flat.numpy())
+    return PackedPlan(table, torch.tensor(sizes))
 
 
 def plan_parts(spans: Sequence[Span], shared_heads: int) -> tuple[Int32Array, ...]:

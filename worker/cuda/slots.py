@@ -24,6 +24,10 @@ class Slots:
         """The sequence's slot, if it has one."""
         return self._taken.get(sequence_id)
 
+    def of(self, sequence_id: int) -> int:
+        """The slot of a sequence that has one, as all do that drew a token only the device knows."""
+        return self._taken[sequence_id]
+
     def take(self, sequence_id: int, sampling: SamplingParams) -> int:
         """A slot for a sequence that has none. The planner's limits see to it that there is one."""
         assert sequence_id not in self._taken, f"sequence {sequence_id} has a slot already"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from worker.cuda.decode_state import StagingRing
 from worker.cuda.lone_plan import Int32Array
+from worker.cuda.staging import StagingRing
 from worker.programs.forwards import Rows
 
 # Compiled code takes rows that begin at a multiple of 16 bytes.
