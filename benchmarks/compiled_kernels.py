@@ -32,6 +32,7 @@ from worker.cuda.decode import CudaDecode, Step, Steps
 from worker.cuda.decode_plan import plan_decode
 from worker.cuda.fp8 import E4M3, Fp8Matrix
 from worker.cuda.graphs import Draw, LaunchedSteps
+from worker.cuda.launch import GRID_LIMIT
 from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.packed import PackedMatrix
 from worker.kv_pool import KvPool
@@ -40,7 +41,6 @@ from worker.models.weights import DecoderWeights, LayerWeights
 
 HOPPER: Final = GPUTarget("cuda", 90, 32)
 SHARED_BYTES: Final = 227 * 1024
-GRID_LIMIT: Final = 65_535  # of its second and third size
 WIDTHS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
 _NOWHERE: Final = torch.device("meta")
 _CONTEXT: Final = 4096

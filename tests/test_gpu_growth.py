@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 from planner.errors import ForwardFailed  # noqa: E402
 from planner.request import FinishReason, Request, SamplingParams  # noqa: E402
 from tests.cuda_rig import Captures, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
-from worker.cuda.graphs import captures  # noqa: E402
+from worker.cuda.graphs import capture_stream, captures  # noqa: E402
 from worker.kv_pool import KvPool  # noqa: E402
 
 NUM_TOKENS = 6 if INTERPRETED else 30
@@ -90,6 +90,21 @@ def test_memory_may_be_pinned_on_another_thread_while_steps_are_captured() -> No
         pinning.join()
     assert not faults
     assert all((replay() == 300).all() for replay in replays)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="captures graphs")
+def test_capturing_again_on_one_stream_takes_no_more_memory() -> None:
+    """The vendor's library keeps work space of its own for each stream that it has seen."""
+    x, matrix = (torch.zeros(rows, 4096, dtype=torch.bfloat16, device="cuda") for rows in (200, 4096))
+    stream, taken = capture_stream(), []
+    for _ in range(4):
+        capture = captures(stream)
+        replay = capture(lambda: x @ matrix)
+        replay()
+        del capture, replay
+        torch.cuda.synchronize()
+        taken.append(torch.cuda.memory_allocated())
+    assert taken == [taken[0]] * 4
 
 
 class CrampedPool(KvPool):

@@ -15,7 +15,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from planner.errors import InvalidConfiguration
+from tests.cuda_rig import tiny_model
 from worker.attention import Span
+from worker.cuda.memory import check_prefill
+from worker.cuda.prefill import PrefillChain
 from worker.cuda.prefill_attention import CellAttention, attend
 from worker.cuda.prefill_plan import plan_prefill
 from worker.cuda.write_cells import rotate_and_write
@@ -235,3 +239,32 @@ def test_a_captured_forward_attends_as_an_eager_one() -> None:
         attend(case.query, case.pool.keys[1], case.pool.values[1], plan, out)
     graph.replay()
     assert torch.equal(out, eager)
+
+
+@needs_gpu
+def test_a_forward_may_have_more_rows_than_a_grid_has_programs_on_an_axis() -> None:
+    model = tiny_model()
+    length, count = 250, 280
+    pool = model.pool(length * count)
+    chain = PrefillChain(model.decoder.config, model.decoder.weights, model.rotary, pool)
+    tokens = torch.randint(0, 203, (count * length,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def last_rows(first: int, end: int) -> Tensor:
+        """Of sequences [first, end), run together."""
+        cells = np.arange(count * length, dtype=np.int32).reshape(count, length)
+        spans = [Span((index - first) * length, 0, length, cells[index]) for index in range(first, end)]
+        rows = torch.arange(1, end - first + 1, device=DEVICE) * length - 1
+        return chain.hidden(tokens[first * length : end * length], plan_prefill(spans, 2, DEVICE), rows)
+
+    with torch.inference_mode():
+        apart = torch.cat([last_rows(first, first + 70) for first in range(0, count, 70)])
+        together = last_rows(0, count)
+    assert torch.allclose(together, apart, atol=1e-4), (together - apart).abs().max()
+
+
+def test_a_wider_prefill_than_kernels_can_count_is_refused_with_the_numbers() -> None:
+    model = tiny_model()
+    most = (2**31 - 1) // 64
+    check_prefill(model.info(1024, (1, 2), most), model.decoder.config)
+    with pytest.raises(InvalidConfiguration, match=f"max_prefill_tokens is {most + 1}; at 64 numbers .* {most} tokens"):
+        check_prefill(model.info(1024, (1, 2), most + 1), model.decoder.config)

@@ -19,12 +19,13 @@ from worker.cuda.decode_shape import DecodeShape, decode_shape
 from worker.cuda.decode_state import DecodeState
 from worker.cuda.graphs import DecodeGraphs, Draw
 from worker.cuda.lora import CudaLoraSlots
-from worker.cuda.pinned_pages import PAGE_BYTES, PinnedPages, Upload
+from worker.cuda.pinned_pages import PAGE_BYTES, PinnedPages
 from worker.cuda.sampler import GpuSampler
 from worker.cuda.slots import slots_needed
 from worker.kv_pool import KvPool
 from worker.models.config import ModelConfig
 from worker.models.weights import DecoderWeights
+from worker.sampler import Upload
 
 Step = Callable[[int, Draw], None]
 

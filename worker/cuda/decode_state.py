@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 
 from planner.request import CellArray, SamplingParams
-from worker.cuda.pinned_pages import PinnedPages, Upload
+from worker.cuda.pinned_pages import PinnedPages
 from worker.cuda.staging import Moment, StagingRing
+from worker.sampler import Upload
 
 NO_ADAPTER = -1
 """On the device, of a row without an adapter."""

@@ -48,12 +48,20 @@ class DecodeGraphs:
     """Graphs of `step(width, draw)`, which launches a step on the current stream. Owner: the executor, on the engine
     thread; capture while nothing else runs on the device."""
 
-    def __init__(self, step: Callable[[int, Draw], None], widths: Sequence[int], draws: Sequence[Draw]) -> None:
+    def __init__(
+        self,
+        step: Callable[[int, Draw], None],
+        widths: Sequence[int],
+        draws: Sequence[Draw],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """`stream` is what is captured on; see `capture_stream`."""
         assert widths
         self._widths = tuple(sorted(widths))
         self._step = step  # which owns what the graphs have the addresses of
         self._graphs: dict[tuple[int, Draw], torch.cuda.CUDAGraph] = {}
-        memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        memory = torch.cuda.graph_pool_handle()
+        stream = stream or capture_stream()
         for width in reversed(self._widths):
             for draw in draws:
                 self._graphs[width, draw], _ = captured(partial(step, width, draw), memory, stream)
@@ -88,6 +96,13 @@ class LaunchedSteps:
         self._step(width, draw)
 
 
+def capture_stream() -> torch.cuda.Stream:
+    """A stream for everything that an executor captures, and captures again. The vendor's library has work space of its
+    own for each stream, tens of megabytes that graphs have the address of and that are never given back: with one
+    stream a trial has it already when memory is measured, and growth takes no more."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
 def captured(run: Callable[[], Result], memory: Any, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A graph of what `run` launches on the current stream, captured on `stream` in the graphs' memory pool `memory`,
     and what it returned: tensors that each replay writes again."""
@@ -105,12 +120,13 @@ def captured(run: Callable[[], Result], memory: Any, stream: torch.cuda.Stream) 
     return graph, result
 
 
-def captures() -> Capture:
-    """Captures forwards as graphs that share one memory pool: capture the largest first."""
-    memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+def captures(stream: torch.cuda.Stream | None = None) -> Capture:
+    """Captures forwards, on `stream`, as graphs that share one memory pool: capture the largest first."""
+    memory = torch.cuda.graph_pool_handle()
+    chosen = stream or capture_stream()
 
     def capture(forward: Forward) -> Forward:
-        graph, result = captured(forward, memory, stream)
+        graph, result = captured(forward, memory, chosen)
 
         def replay() -> Tensor:
             graph.replay()

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from planner.errors import GrammarFailed
 from planner.step import Chunk
+from worker.cuda.changes import change_rows
 from worker.cuda.decode import CudaDecode
 from worker.cuda.failures import Failures
-from worker.cuda.forbid import forbid_rows
 from worker.cuda.outcomes import StepRun
 from worker.masks import BitMask, MaskMaker, constrained_row
-from worker.sampler import Draw, adjust
+from worker.sampler import Draw
 
 
 class HostDraws:
@@ -67,11 +67,7 @@ class HostDraws:
 
     def _drawn(self, logits: Tensor, draws: Sequence[Draw], slots: Tensor) -> Tensor:
         """Change `logits` float32[N, vocab_size] as `draws` say, and draw a token from each row; int32[N]."""
-        for row, draw in enumerate(draws):
-            if draw.changes_scores:
-                adjust(logits[row], draw, self._upload)
-        masks = {row: draw.allowed for row, draw in enumerate(draws) if draw.allowed is not None}
-        forbid_rows(logits, masks, self._upload)
+        change_rows(logits, draws, self._upload)
         tokens, bad = (torch.empty(len(draws), dtype=torch.int32, device=logits.device) for _ in range(2))
         self._decode.draw(logits, slots.int(), tokens, bad)
         return tokens

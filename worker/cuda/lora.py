@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from planner.request import Adapter
 from worker.adapters import AdapterMatrices
 from worker.cuda.decode_buffers import next_power_of_2
 from worker.cuda.decode_state import NO_ADAPTER
+from worker.cuda.launch import launch_options
 from worker.cuda.lora_kernels import expand_rows_kernel, expand_tiles_kernel, shrink_rows_kernel, shrink_tiles_kernel
 from worker.cuda.lora_room import RANK_BLOCK, DeviceLoraRoom, PackedLora
 from worker.models.config import ModelConfig
@@ -107,6 +109,7 @@ class LoraRows:
         self._room = room
         self._row_slots = row_slots
         self._dependent_launch = dependent_launch
+        self._options = partial(launch_options, dependent=dependent_launch)
 
     def of(self, rows: Tensor) -> LoraRows:
         """For a forward that goes on with these rows only, int64[K]."""
@@ -132,11 +135,11 @@ class LoraRows:
         ranks = 1 if len(x) <= 4 else 4
         shrink_rows_kernel[(len(x), sizes.num_parts * sizes.room_rank // ranks)](
             x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow,
-            **sizes.down, RANKS=ranks, DEPTH=min(4096 // ranks, next_power_of_2(sizes.num_inputs)), **self._launch(4),
+            **sizes.down, RANKS=ranks, DEPTH=min(4096 // ranks, next_power_of_2(sizes.num_inputs)), **self._options(4),
         )  # fmt: skip
         expand_rows_kernel[(len(x), sizes.column_blocks(_COLUMNS))](
             narrow, self._row_slots, room.ups[0, layer], room.ranks[0, layer:], product,
-            **sizes.up, RANKS=RANK_BLOCK, COLUMNS=_COLUMNS, **self._launch(4),
+            **sizes.up, RANKS=RANK_BLOCK, COLUMNS=_COLUMNS, **self._options(4),
         )  # fmt: skip
 
     def _add_to_tiles(self, layer: int, site: Site, x: Tensor, product: Tensor) -> None:
@@ -151,13 +154,9 @@ class LoraRows:
         both = {"ROWS": tile.rows, "RANKS": RANK_BLOCK, "SPLITS": splits, "LANES": _LANES}
         shrink_tiles_kernel[(num_tiles, splits * sizes.num_parts * sizes.room_rank // RANK_BLOCK, _LANES)](
             x, self._row_slots, room.downs[0, layer], room.ranks[0, layer:], narrow, num_rows, num_slots,
-            **sizes.down, **both, DEPTH=depth, **self._launch(4),
+            **sizes.down, **both, DEPTH=depth, **self._options(4),
         )  # fmt: skip
         expand_tiles_kernel[(num_tiles, sizes.column_blocks(_COLUMNS), _LANES)](
             narrow, self._row_slots, room.ups[0, layer], room.ranks[0, layer:], product, num_rows, num_slots,
-            **sizes.up, **both, COLUMNS=_COLUMNS, **self._launch(tile.warps),
+            **sizes.up, **both, COLUMNS=_COLUMNS, **self._options(tile.warps),
         )  # fmt: skip
-
-    def _launch(self, warps: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"PDL": self._dependent_launch, "num_warps": warps}
-        return options | {"launch_pdl": True} if self._dependent_launch else options

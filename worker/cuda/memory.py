@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from worker.cuda.adapted_prefill import Adapted, AdaptedPrefill
 from worker.cuda.decode import CudaDecode
 from worker.cuda.executor import CudaExecutor
 from worker.cuda.forbid import compile_forbid
-from worker.cuda.graphs import DecodeGraphs, LaunchedSteps
+from worker.cuda.graphs import DecodeGraphs, LaunchedSteps, capture_stream
 from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.mover import CudaMover
 from worker.cuda.prefill import PrefillChain
@@ -38,6 +39,7 @@ from worker.executor import ProgramInfo
 from worker.kernels import CellCopier
 from worker.kv_pool import KvPool
 from worker.masks import MaskMaker
+from worker.models.config import ModelConfig
 from worker.models.decoder import Decoder
 from worker.models.rope_tables import rope_tables
 from worker.pool_growth import PoolGrowth
@@ -52,14 +54,17 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
     Raises `InvalidConfiguration` where the memory does not hold one context's cells, or not `max_cells`.
     """
     began = time.perf_counter()
+    check_prefill(info, decoder.config)
     adapters = adapter_slots(config, decoder)
     cos, sin = rope_tables(decoder.config.rope, decoder.config.head_dim, info.context)
     rotary = cos.to(decoder.device), sin.to(decoder.device)
 
+    stream = capture_stream() if config.cuda_graph else None
+
     def make(num_cells: int, initial_cells: int | None, swap_blocks: int) -> CudaExecutor:
         wanted = replace(info, num_cells=num_cells, swap_blocks=swap_blocks)
         executor = make_cuda_executor(
-            wanted, decoder, rotary, initial_cells, grammars, adapters, with_graphs=config.cuda_graph
+            wanted, decoder, rotary, initial_cells, grammars, adapters, with_graphs=config.cuda_graph, stream=stream
         )
         warm_up(executor, initial_cells or num_cells)
         compile_forbid(info.vocab_size, decoder.device)
@@ -82,6 +87,17 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
         ) from error
     logger.info("sized in %.1f s, captured in %.1f s", captured - began, time.perf_counter() - captured)
     return executor
+
+
+def check_prefill(info: ProgramInfo, model: ModelConfig) -> None:
+    """Raises `InvalidConfiguration` where kernels cannot count the numbers of so wide a forward's residual."""
+    most = (2**31 - 1) // model.hidden_size
+    if info.max_prefill_tokens > most:
+        raise InvalidConfiguration(
+            f"max_prefill_tokens is {info.max_prefill_tokens}; at {model.hidden_size} numbers a token no forward on a "
+            f"GPU has more than {most} tokens",
+            param="max_prefill_tokens",
+        )
 
 
 def adapter_slots(config: EngineConfig, decoder: Decoder) -> CudaLoraSlots | None:
@@ -117,20 +133,25 @@ def make_cuda_executor(
     adapters: CudaLoraSlots | None = None,
     *,
     with_graphs: bool = True,
+    stream: torch.cuda.Stream | None = None,
 ) -> CudaExecutor:
     """An executor with a pool of `info.num_cells`, or one that grows to that from `initial_cells`. `rotary`: cos and
-    sin, float32 [context, head_dim / 2]. `with_graphs`: whether steps are captured, where they can be."""
+    sin, float32 [context, head_dim / 2]. `with_graphs`: whether steps are captured, where they can be; on `stream`, or
+    on one of the executor's own."""
     num_cells = initial_cells or info.num_cells
     dtype = cell_dtype(info.cell_dtype, decoder.dtype)
     pool = KvPool(info.num_layers, num_cells, info.num_kv_heads, info.head_dim, dtype, decoder.device)
-    capture = DecodeGraphs if with_graphs else LaunchedSteps
+    if with_graphs and stream is None:
+        stream = capture_stream()
+    capture = partial(DecodeGraphs, stream=stream) if with_graphs else LaunchedSteps
     decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths, capture=capture, adapters=adapters)
     prefill = PrefillChain(decoder.config, decoder.weights, rotary, pool)
-    captured = captured_prefills(info, decoder, prefill, pool) if with_graphs else None
+    captured = captured_prefills(info, decoder, prefill, pool, stream) if with_graphs else None
     adapted = None
     if adapters is not None:
         beside = AdaptedPrefill(prefill, adapters, info.max_prefill_tokens)
-        adapted = Adapted(adapters, beside, captured_prefills(info, decoder, beside, pool) if with_graphs else None)
+        with_adapters = captured_prefills(info, decoder, beside, pool, stream) if with_graphs else None
+        adapted = Adapted(adapters, beside, with_adapters)
     swap = pinned_swap(info, pool)
 
     def moved() -> None:
@@ -146,13 +167,15 @@ def make_cuda_executor(
     return CudaExecutor(info, decoder, prefill, decode, swap, growth, grammars, port, captured, adapted)
 
 
-def captured_prefills(info: ProgramInfo, decoder: Decoder, prefill: Prefill, pool: KvPool) -> PrefillGraphs | None:
+def captured_prefills(
+    info: ProgramInfo, decoder: Decoder, prefill: Prefill, pool: KvPool, stream: torch.cuda.Stream | None = None
+) -> PrefillGraphs | None:
     """Prefills of the usual widths, as far as a program has them."""
     widths = [width for width in PREFILL_WIDTHS if width <= info.max_prefill_tokens]
     if not widths:
         return None
     shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
-    return PrefillGraphs(prefill, widths, max_rows=info.widths[-1], shared_heads=shared_heads, pool=pool)
+    return PrefillGraphs(prefill, widths, max_rows=info.widths[-1], shared_heads=shared_heads, pool=pool, stream=stream)
 
 
 def _copier(pool: KvPool) -> CellCopier:

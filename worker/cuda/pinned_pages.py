@@ -18,8 +18,6 @@ from worker.cuda.staging import Moment
 
 NUM_PAGES = 4
 PAGE_BYTES = 4 << 20
-Upload = Callable[[npt.NDArray[Any]], Tensor]
-"""Brings an array to the device without waiting for it."""
 # Copies begin where any dtype may, and no two share a line of the processor's cache.
 _ALIGNMENT = 256
 

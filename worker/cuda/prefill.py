@@ -6,13 +6,12 @@ write to cells are one kernel, and so are add-and-norm and SwiGLU's product. Mat
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from worker.cuda.decode_buffers import next_power_of_2
+from worker.cuda.launch import GRID_LIMIT, launch_options
 from worker.cuda.lora import LoraRows
 from worker.cuda.norm import add_norm_kernel, silu_kernel
 from worker.cuda.prefill_attention import attend
@@ -87,7 +86,7 @@ class PrefillChain:
             added, 0, norm if bias is None else bias, residual, norm, normed, normed, normed,
             self._config.norm_eps, HIDDEN=hidden, BLOCK=next_power_of_2(hidden), SPLITS=1, HAS_BIAS=bias is not None,
             CODED=False, NATIVE=normed.is_cuda,
-            **_plain(8 if hidden > 1024 else 4),
+            **launch_options(8 if hidden > 1024 else 4),
         )  # fmt: skip
 
     def _gated(self, gate_up: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,10 +94,11 @@ class PrefillChain:
         active = gate_up.new_empty((len(gate_up), ffn))
         if len(active) == 0:
             return active
-        silu_kernel[(-(-ffn // _SILU_BLOCK), len(gate_up))](
-            gate_up, gate_up if bias is None else bias, active, FFN=ffn, BLOCK=_SILU_BLOCK, HAS_BIAS=bias is not None,
-            **_plain(4),
-        )  # fmt: skip
+        for rows, out in zip(torch.split(gate_up, GRID_LIMIT), torch.split(active, GRID_LIMIT), strict=True):
+            silu_kernel[(-(-ffn // _SILU_BLOCK), len(rows))](
+                rows, rows if bias is None else bias, out, FFN=ffn, BLOCK=_SILU_BLOCK, HAS_BIAS=bias is not None,
+                **launch_options(4),
+            )  # fmt: skip
         return active
 
 
@@ -107,8 +107,3 @@ def _added(beside: LoraRows | None, layer: int, site: Site, x: Tensor, product: 
     if beside is not None:
         beside.add(layer, site, x, product)
     return product
-
-
-def _plain(warps: int) -> dict[str, Any]:
-    """A launch that waits for the one before to end, as a launch does by itself."""
-    return {"PDL": False, "num_warps": warps}

@@ -11,7 +11,7 @@ over the pool, no padding of short chunks to long ones. Decode steps have a kern
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from worker.attention import Span
 from worker.cuda.cell_scales import WEIGHT_GAIN, row_constants
+from worker.cuda.launch import GRID_LIMIT
 from worker.cuda.prefill_plan import LONG_ROWS, SHORT_ROWS, WIDE_ROWS, PrefillPlan, plan_prefill
 from worker.cuda.write_cells import write_cells
 from worker.kv_pool import KvPool
@@ -52,14 +53,7 @@ def attend(
     exact = query.dtype == torch.float32
     # A wide tile's query and its cells in flight must fit into shared memory.
     wide = WIDE_ROWS if not (exact or scaled) and head_dim <= 128 else LONG_ROWS
-    for tiles, tile_rows, block_rows in (
-        (plan.wide_tiles, WIDE_ROWS, wide),
-        (plan.long_tiles, LONG_ROWS, LONG_ROWS),
-        (plan.short_tiles, SHORT_ROWS, SHORT_ROWS),
-    ):
-        if len(tiles) == 0:
-            continue
-        parts = tile_rows // block_rows
+    for tiles, block_rows, parts in _launches(plan, wide):
         _attend[(num_kv_heads, len(tiles) * parts)](
             query,
             keys,
@@ -86,6 +80,20 @@ def attend(
             num_stages=2 if exact else 5,
             **rows,
         )
+
+
+def _launches(plan: PrefillPlan, wide: int) -> Iterator[tuple[Tensor, int, int]]:
+    """Tiles [n, 2] of one launch, as many as a grid takes; the rows of a program, and how many it takes for a tile.
+    Programs of wide tiles have `wide` rows."""
+    for all_tiles, tile_rows, block_rows in (
+        (plan.wide_tiles, WIDE_ROWS, wide),
+        (plan.long_tiles, LONG_ROWS, LONG_ROWS),
+        (plan.short_tiles, SHORT_ROWS, SHORT_ROWS),
+    ):
+        parts = tile_rows // block_rows
+        if len(all_tiles) > 0:
+            for tiles in torch.split(all_tiles, GRID_LIMIT // parts):
+                yield tiles, block_rows, parts
 
 
 class CellAttention:

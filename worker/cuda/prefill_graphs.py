@@ -45,11 +45,12 @@ class PrefillGraphs:
         shared_heads: int,
         pool: KvPool,
         capture: Capture | None = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         """`widths` ascend. A forward gives at most `max_rows` rows, and writes to `pool`. Capture while nothing else
-        runs on the device."""
+        runs on the device; `capture` is how, or else on `stream`."""
         self._prefill, self._widths, self._pool, self._capture = prefill, tuple(widths), pool, capture
-        self._max_rows, self._shared_heads = max_rows, shared_heads
+        self._max_rows, self._shared_heads, self._stream = max_rows, shared_heads, stream
         widest, device = self._widths[-1], pool.keys.device
         self._tokens = torch.zeros(widest, dtype=torch.int64, device=device)
         self._rows = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -64,7 +65,7 @@ class PrefillGraphs:
     def rebind(self) -> None:
         """Capture all forwards, again if the pool has moved."""
         self._forwards = {}  # the old graphs' memory serves the new ones
-        capture = self._capture or captures()
+        capture = self._capture or captures(self._stream)
         for width in reversed(self._widths):
             self._upload_table(width, [])
             self._forwards[width] = capture(self._forward(width))

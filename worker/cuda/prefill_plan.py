@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from worker.attention import Span
-from worker.cuda.pinned_pages import Upload
 from worker.packed_plan import PackedPlan
+from worker.sampler import Upload
 
 # Rows (a token's query heads of one group count as rows) of a tile. Short chunks take tiles of the least that a
 # matrix instruction takes; wide tiles read K and V half as often as long ones, where a chunk fills several.

@@ -1,18 +1,21 @@
 """Draws from rows of logits on the device, by its sampler, where settings come with the rows and not from slots.
 
 For executors that keep nothing of their sequences on the device. What the sampler does not do (penalties, biases,
-masks, grammars) is done to a copy of the logits before, as on a CPU.
+masks, grammars) is done to a copy of the logits before. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from worker.cuda.changes import change_rows
+from worker.cuda.pinned_pages import PAGE_BYTES, PinnedPages
 from worker.cuda.sampler import GpuSampler
-from worker.sampler import Draw, adjusted
+from worker.sampler import Draw
 
 
 class RowDraws:
@@ -22,10 +25,14 @@ class RowDraws:
         """More than `max_rows` rows are drawn in several launches."""
         self._sampler = GpuSampler(max_rows, vocab_size, device)
         self._slots = torch.arange(max_rows, dtype=torch.int32, device=device)
+        # A page holds the masks of all rows.
+        self._upload = PinnedPages(device, max(PAGE_BYTES, max_rows * vocab_size // 4)).upload
 
     def __call__(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         """One token a row of float32[N, vocab_size]; int64[N]. Rows are finite, and stay as they are."""
-        logits = adjusted(logits, draws)
+        if any(draw.changes_logits for draw in draws):
+            logits = logits.clone(memory_format=torch.contiguous_format)
+            change_rows(logits, draws, self._upload)
         if all(draw.sampling.greedy for draw in draws):
             return logits.argmax(dim=-1)
         tokens, bad = torch.empty((2, len(draws)), dtype=torch.int32, device=logits.device).unbind(0)
@@ -36,14 +43,13 @@ class RowDraws:
         return tokens.to(torch.int64)
 
     def _draw(self, logits: Tensor, draws: Sequence[Draw], tokens: Tensor, bad: Tensor) -> None:
-        params, device = [draw.sampling for draw in draws], logits.device
+        params = [draw.sampling for draw in draws]
         floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-        temperature, top_p, min_p = torch.tensor(floats, dtype=torch.float32, device=device).unbind(0)
+        temperature, top_p, min_p = self._upload(np.array(floats, dtype=np.float32)).unbind(0)
         # The sampler draws for the position behind as many as there are.
         integers = [[p.top_k for p in params], [draw.position - 1 for draw in draws]]
-        top_k, length = torch.tensor(integers, dtype=torch.int32, device=device).unbind(0)
+        top_k, length = self._upload(np.array(integers, dtype=np.int32)).unbind(0)
         # The same 64 bits, as a torch integer has a sign.
-        signed = [p.seed - 2**64 if p.seed >= 2**63 else p.seed for p in params]
-        seed = torch.tensor(signed, dtype=torch.int64, device=device)
+        seed = self._upload(np.array([p.seed for p in params], dtype=np.uint64).view(np.int64))
         slots = self._slots[: len(draws)]
         self._sampler.sample(logits, slots, temperature, top_k, top_p, min_p, seed, length, tokens, bad)

@@ -21,6 +21,8 @@ from worker.attention_op import distinct_windows
 from worker.batch import cut
 from worker.cell_image import CellLayout
 from worker.config import EngineConfig
+from worker.cuda.forbid import compile_forbid
+from worker.cuda.graphs import Capture, capture_stream, captures
 from worker.cuda.memory import cells_that_fit, pinned_swap, trial_blocks, trial_chunks
 from worker.cuda.mover import CudaMover
 from worker.cuda.prefill_graphs import PREFILL_WIDTHS
@@ -66,13 +68,17 @@ def build_on_gpu(
     began = time.perf_counter()
     decodes = decode_ladder(metadata, methods, config.decode_widths)
     info = replace(info, widths=tuple(decodes))
+    stream = capture_stream() if config.cuda_graph else None
 
     def make(num_cells: int, swap_blocks: int) -> _Running:
         pool = make_pool(config, replace(info, num_cells=num_cells))
-        captured = capture_methods(metadata, Methods(decodes, methods.prefill), pool) if config.cuda_graph else None
+        captured = None
+        if stream is not None:
+            captured = capture_methods(metadata, Methods(decodes, methods.prefill), pool, capture=captures(stream))
         forwards = ProgramForwards(metadata, pool, decodes, methods.prefill, captured)
         draw_rows = RowDraws(info.widths[-1], info.vocab_size, pool.keys.device)
         warm_up(forwards, draw_rows, info, num_cells)
+        compile_forbid(info.vocab_size, pool.keys.device)
         return _Running(pool, forwards, draw_rows, pinned_swap(replace(info, swap_blocks=swap_blocks), pool))
 
     def trial(num_cells: int) -> _Running:
@@ -120,9 +126,14 @@ def chunk_lengths(num_tokens: int, context: int) -> list[int]:
 
 
 def capture_methods(
-    metadata: ProgramMetadata, methods: Methods, pool: KvPool, widths: Sequence[int] = PREFILL_WIDTHS
+    metadata: ProgramMetadata,
+    methods: Methods,
+    pool: KvPool,
+    widths: Sequence[int] = PREFILL_WIDTHS,
+    capture: Capture | None = None,
 ) -> CapturedMethods:
-    """All decodes, and prefills of `widths` as far as the program has them, which give as many rows as decodes do."""
+    """All decodes, and prefills of `widths` as far as the program has them, which give as many rows as decodes do.
+    `capture` is how."""
     m, w = metadata.min_prefill_tokens, metadata.max_prefill_tokens
     most = max(methods.decodes)
     return CapturedMethods(
@@ -132,4 +143,5 @@ def capture_methods(
         vocab_size=metadata.vocab_size,
         num_plans=len(distinct_windows(metadata.windows)),
         shared_heads=metadata.num_heads // metadata.num_kv_heads,
+        capture=capture,
     )

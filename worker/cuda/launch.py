@@ -1,0 +1,17 @@
+"""What launches of kernels have in common: their options, and how large a grid may be."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+GRID_LIMIT: Final = 65_535
+"""Programs along a grid's second axis, or its third, on any GPU."""
+
+
+def launch_options(warps: int, stages: int | None = None, *, dependent: bool = False) -> dict[str, Any]:
+    """Of a kernel that has the flag PDL. `dependent`: it may start before the one ahead of it has ended, and waits for
+    that itself (programmatic dependent launch). Without `stages` the compiler chooses."""
+    options: dict[str, Any] = {"PDL": dependent, "num_warps": warps}
+    if stages is not None:
+        options["num_stages"] = stages
+    return options | {"launch_pdl": True} if dependent else options
