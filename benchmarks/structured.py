@@ -2,7 +2,8 @@
 
 * `schemas`: random JSON schemas (tests/random_schemas.py), 32 at a time, temperature 1; every completed answer is
   validated with `jsonschema`.
-* `speed`: 32 sequences of one open-ended schema beside 32 free ones of the same length; tokens per second of each.
+* `speed`: 32 sequences of one open-ended schema, and 32 free ones of the same length; tokens per second of each, and
+  milliseconds of each part of their steps (`benchmarks/step_times.py`; 50th, 90th and 99th percentile).
 * `first`: time from submit to first token, alone, of a schema seen before, of a new one, and of a free answer.
 
     python -m benchmarks.structured --model smollm2-135m --num-schemas 500
@@ -33,6 +34,7 @@ import numpy as np
 
 from benchmarks.against_vllm import SHAPES
 from benchmarks.record import record
+from benchmarks.step_times import StepTimes, TimedMasks
 from cluster.answers.structured import check_form, json_form
 from cluster.checkpoints import resolve
 from cluster.language.text import TextModel, load_text
@@ -44,7 +46,7 @@ from worker.config import EngineConfig, LoadFormat
 from worker.executor import Executor, limits_for
 from worker.grammars import Grammars
 from worker.masks import ConstrainedRow
-from worker.program import build_executor
+from worker.program import build_executor_with, mask_maker
 
 BATCH = 32
 PROMPT = "Answer in JSON: describe one thing that you know."
@@ -63,8 +65,8 @@ OPEN_ENDED = {
 class Rig:
     """A planner and an executor, with as many steps in flight as it takes."""
 
-    def __init__(self, executor: Executor, config: EngineConfig, text: TextModel) -> None:
-        self.executor, self.text = executor, text
+    def __init__(self, executor: Executor, config: EngineConfig, text: TextModel, times: StepTimes) -> None:
+        self.executor, self.text, self.times = executor, text, times
         self.prompt = np.array(text.encode(PROMPT), dtype=np.int64)
         self._depth = executor.max_steps_in_flight
         self._planner = Planner(limits_for(config, executor.info, self._depth))
@@ -82,12 +84,17 @@ class Rig:
             self.executor.prepare(request)
         in_flight = []
         while self._planner.has_work:
-            step = self._planner.plan()
+            with self.times.timing("plan"):
+                step = self._planner.plan()
             if step is not None:
-                self.executor.launch(step)
+                self.times.launch(self.executor, step)
                 in_flight.append(step)
             if step is None or len(in_flight) == self._depth:
-                for update in self._planner.commit(in_flight.pop(0), self.executor.collect()):
+                with self.times.timing("collect"):
+                    result = self.executor.collect()
+                with self.times.timing("commit"):
+                    updates = self._planner.commit(in_flight.pop(0), result)
+                for update in updates:
                     yield places[update.request_id], update
 
 
@@ -149,18 +156,21 @@ def walks(text: TextModel, num_schemas: int, max_tokens: int = 400) -> dict[str,
     return {"ends": dict(ends), "num_wrong": num_wrong, "tokens": num_tokens, "seconds": seconds}
 
 
-def speed(rig: Rig, num_tokens: int) -> dict[str, float]:
+def speed(rig: Rig, num_tokens: int) -> dict[str, Any]:
     """Tokens per second of 32 sequences, the first of three runs being the warm-up; the better of the other two."""
     grammar = json_form("schema", OPEN_ENDED).grammar
-    found = {}
+    found: dict[str, Any] = {}
     for name, chosen in (("free", None), ("schema", grammar)):
         rates = []
         for _ in range(3):
+            rig.times.take()
             began = time.perf_counter()
             requests = [rig.request(seed, chosen, num_tokens, endless=True) for seed in range(BATCH)]
             made = sum(len(update.tokens) for _, update in rig.run(requests))
             rates.append(made / (time.perf_counter() - began))
         found[f"{name}_tokens_per_s"] = max(rates[1:])
+        found[f"{name}_ms"] = 1000 * BATCH / max(rates[1:])
+        found[f"{name}_parts_ms"] = rig.times.take()
     return found | {"ratio": found["schema_tokens_per_s"] / found["free_tokens_per_s"]}
 
 
@@ -230,8 +240,9 @@ def main() -> None:
         config = EngineConfig(
             model=model, device=args.device, load_format=load_format, max_cells=65_536, num_threads=args.num_threads
         )
-        executor = build_executor(config, text.vocabulary)
-        rig = Rig(executor, config, text)
+        times = StepTimes(on_gpu=args.device == "cuda")
+        executor = build_executor_with(config, TimedMasks(mask_maker(text.vocabulary), times))
+        rig = Rig(executor, config, text, times)
         figures = {
             "first": first(rig, 20),
             "speed": speed(rig, args.speed_tokens),

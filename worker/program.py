@@ -51,10 +51,14 @@ def build_executor(config: EngineConfig, vocabulary: VocabularySource | None = N
     """Load the model and make its pool. Raises a `SetupError` that says what is wrong with model or settings.
 
     `vocabulary` is what answers are written in that follow a grammar; without it there can be none."""
+    return build_executor_with(config, mask_maker(vocabulary))
+
+
+def build_executor_with(config: EngineConfig, grammars: MaskMaker) -> Executor:
+    """The same, where masks are made by `grammars`, which are the executor's from here on."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     _check_adapters(config)
-    grammars = _masks(vocabulary)
     if Path(config.model).suffix == SUFFIX:
         from worker.programs.loading import build_program_executor  # loads torch's compiler
 
@@ -105,7 +109,8 @@ def _check_adapters(config: EngineConfig) -> None:
         raise InvalidConfiguration("enable_lora is not supported by an exported program yet", param="enable_lora")
 
 
-def _masks(vocabulary: VocabularySource | None) -> MaskMaker:
+def mask_maker(vocabulary: VocabularySource | None) -> MaskMaker:
+    """Of answers in this vocabulary, which is read in the background; without one, none can follow a grammar."""
     if vocabulary is None:
         return NoMasks()
     from worker.grammars import Grammars  # loads llguidance, which a benchmark's machine may lack
