@@ -116,6 +116,20 @@ def test_the_oracle_tells_rows_that_were_not_rounded() -> None:
 
 
 @needs_gpu
+def test_torchaos_products_by_rows_are_the_same_but_for_the_scales_last_bits() -> None:
+    """Its scales are bfloat16's, so that one code in twenty is another one."""
+    quantization = pytest.importorskip("torchao.quantization")
+    x, w = rows_of(32, 512), rows_of(256, 512, seed=1)
+    linear = torch.nn.Linear(512, 256, bias=False, device=DEVICE, dtype=DTYPE)
+    linear.weight = torch.nn.Parameter(w, requires_grad=False)
+    by_rows = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
+    quantization.quantize_(linear, by_rows)
+    ours = product_of_rows(x, fp8_matrix(w))
+    assert relative_error(linear(x), ours) < 0.025
+    assert relative_error(x @ w.t(), ours) > 0.03, "nothing was rounded"
+
+
+@needs_gpu
 @pytest.mark.parametrize("width", [1, 8, 16, 24, 48, 64])
 def test_a_steps_products_at_full_size_are_those_of_plain_torch(width: int) -> None:
     """Every linear of a layer with the tiles that steps have, the same codes on both sides."""
@@ -206,11 +220,11 @@ def with_weights(model: Model, weights: object) -> Model:
 @needs_gpu
 @pytest.mark.parametrize("settings", [{}, {"cuda_graph": False}, {"kv_cache_dtype": "fp8"}], ids=["", "eager", "cells"])
 def test_an_engine_draws_what_plain_torch_scores_best(tmp_path: Path, settings: dict[str, object]) -> None:
-    """One row to eight of them beside chunks of prompts; and the engine is the fast one."""
+    """One row to eight of them beside chunks of prompts, few rows and many; and the engine is the fast one."""
     folder = write_model("small", tmp_path)
     config = EngineConfig(
         model=str(folder), device="cuda", dtype="bfloat16", load_format="dummy", quantization="fp8",
-        max_model_len=CONTEXT, max_num_seqs=8, max_prefill_tokens=64, max_cells=2048, swap_space=0, **settings,
+        max_model_len=CONTEXT, max_num_seqs=8, max_prefill_tokens=256, max_cells=2048, swap_space=0, **settings,
     )  # fmt: skip
     decoder = load_program(config).decoder
     assert isinstance(decoder.weights.layers[0].down, Fp8Matrix)
@@ -218,8 +232,11 @@ def test_an_engine_draws_what_plain_torch_scores_best(tmp_path: Path, settings: 
     assert plan_decode(shape, 4, hopper=True).chain is Chain.SPLIT_K
     executor = build_executor(config)
     assert isinstance(executor, CudaExecutor)
-    asked = requests(decoder.config.vocab_size, (1, 5, 17, 40, 9))
-    answers = EngineRig(executor, depth=2, max_num_seqs=8).answer(asked) + EngineRig(executor).answer(asked[2:3])
+    asked = requests(decoder.config.vocab_size, (1, 5, 17, 200, 9))
+    wide = {"max_batched_tokens": 256, "prefill_chunk_tokens": 128}
+    answers = EngineRig(executor, depth=2, max_num_seqs=8, **wide).answer(asked) + EngineRig(executor, **wide).answer(
+        asked[2:3]
+    )
     executor.close()
     cos, sin = rope_tables(decoder.config.rope, decoder.config.head_dim, CONTEXT)
     oracle = Decoder(decoder.config, plain_fp8(decoder.weights), CONTEXT)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 
 from planner.request import Adapter, Request, SamplingParams  # noqa: E402
 from tests.cuda_rig import DEVICE, Captures, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
+from tests.fp8_oracle import adapted_fp8, plain_fp8, without_values  # noqa: E402
 from tests.lora_rig import merged_weights, random_matrices  # noqa: E402
 from tests.test_decode_chain import ONE_SPLIT, split_k  # noqa: E402
 from tests.test_gpu_packed import plain, with_weights  # noqa: E402
@@ -31,6 +32,7 @@ from worker.cuda.decode import Capture  # noqa: E402
 from worker.cuda.decode_plan import DecodePlan  # noqa: E402
 from worker.cuda.decode_shape import DecodeShape  # noqa: E402
 from worker.cuda.executor import CudaExecutor  # noqa: E402
+from worker.cuda.fp8 import fp8_weights  # noqa: E402
 from worker.cuda.graphs import Draw, LaunchedSteps  # noqa: E402
 from worker.cuda.lora import CudaLoraSlots  # noqa: E402
 from worker.cuda.packed import PACKED, pack_weights  # noqa: E402
@@ -195,6 +197,22 @@ def test_beside_matrices_of_eight_and_four_bits(adapted: Adapted, quantization: 
         model = with_weights(adapted.model, weights)
         expected += Rig(torch_executor(model)).answer([replace(request, adapter=None)])
     executor = replace(adapted, model=quantized).executor()
+    assert Rig(executor, depth=2).answer(adapted.requests[:3]) == expected
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="float32 has no vendor's product of fp8")
+def test_beside_products_of_fp8(adapted: Adapted) -> None:
+    """What adapters add takes x before it is rounded."""
+    decoder, matrices = adapted.model.decoder, adapted.matrices
+    rounded, nothing = fp8_weights(decoder.weights), without_values(decoder.weights)
+    expected = []
+    for place, request in enumerate(adapted.requests[:3]):
+        weights = plain_fp8(rounded)
+        if place:
+            weights = adapted_fp8(rounded, merged_weights(decoder.config, nothing, matrices[place - 1]))
+        oracle = torch_executor(with_weights(adapted.model, weights))
+        expected += Rig(oracle).answer([replace(request, adapter=None)])
+    executor = replace(adapted, model=with_weights(adapted.model, rounded)).executor()
     assert Rig(executor, depth=2).answer(adapted.requests[:3]) == expected
 
 

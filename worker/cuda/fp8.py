@@ -72,7 +72,8 @@ class Fp8Matrix(StoredMatrix):
 def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, K] to codes e4m3 [T, K] and scales float32 [T]. What is not finite makes all of its row's products so."""
     exact = x.float()
-    scales = exact.abs().amax(dim=1).clamp(min=LEAST) / LARGEST
+    largest = exact.abs().amax(dim=1).clamp(min=LEAST)
+    scales = largest / torch.full_like(largest, LARGEST)  # on a GPU a plain number would be multiplied by its inverse
     return (exact * (1.0 / scales)[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scales
 
 
