@@ -17,6 +17,7 @@ from tests.tiny_models import save_tiny_model
 from tests.torch_rig import chunk, executor_of, load, run_step, token_of
 from worker.batch import Batch, cut
 from worker.config import EngineConfig, Quantization
+from worker.cuda.fp8 import fp8_weights
 from worker.cuda.packed import pack_weights
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
@@ -257,12 +258,13 @@ def test_quantized_layers_are_traced_as_the_plain_tensors_that_they_consist_of(
     traced.compare(batch_of(3), Method.PREFILL, [2])
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_packed_matrices_are_traced_as_words_and_scales(tmp_path: Path, quantization: Quantization) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_a_gpus_matrices_are_traced_as_codes_and_scales(tmp_path: Path, quantization: Quantization) -> None:
     save_tiny_model("qwen2", tmp_path, sizes={"hidden_size": 64, "intermediate_size": 96})
     program = load(str(tmp_path), max_prefill_tokens=W, min_prefill_tokens=M)
     decoder = program.decoder
-    packed = Decoder(decoder.config, pack_weights(decoder.weights, quantization), decoder.context)
+    weights = fp8_weights(decoder.weights) if quantization == "fp8" else pack_weights(decoder.weights, quantization)
+    packed = Decoder(decoder.config, weights, decoder.context)
     program = replace(program, decoder=packed)
     module = TracedDecoder(packed).eval()
     assert any(name.endswith("qkv__codes") for name, _ in module.named_buffers())
