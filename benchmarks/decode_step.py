@@ -147,6 +147,14 @@ class Bench:
         return (self.weights.bytes_read + sum(contexts) * cell_bytes) / READ_BYTES_PER_S * 1e3
 
 
+def asking_ahead(plan: DecodePlan, ahead: int) -> DecodePlan:
+    """The same, with products of layers that ask for so many numbers of each column while they wait."""
+    if plan.linear is None:
+        return plan
+    tiles = {name: replace(getattr(plan.linear, name), ahead=ahead) for name in ("qkv", "o", "gate_up", "down")}
+    return replace(plan, linear=replace(plan.linear, **tiles))
+
+
 def warm_clocks(seconds: float = 1.0) -> None:
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     began = time.perf_counter()
@@ -161,6 +169,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--ahead", type=int, help="numbers of each column that products ask for while they wait")
     parser.add_argument("--layers", type=int, help="run fewer layers than the model has")
     parser.add_argument(
         "--quantization", choices=get_args(Quantization), default="none", help="of the layers' matrices"
@@ -177,6 +186,8 @@ def main() -> None:
         warm_clocks()
         for width in args.widths:
             plan = plan_decode(shape, width, hopper=torch.cuda.get_device_capability() >= (9, 0))
+            if args.ahead is not None:
+                plan = asking_ahead(plan, args.ahead)
             contexts = [args.context] * width
             bench.place(contexts)
             graphs = bench.graphs(width, plan)

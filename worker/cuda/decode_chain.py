@@ -142,17 +142,17 @@ class DecodeChain:
 
         split(Site.QKV, b.normed, layer.qkv, tiles.qkv)
         self._attend(index, layer, b.partials, tiles.qkv.splits, width, plan)
-        products.coded(b.attended, width, plan)
+        products.coded(b.attended, width, plan, tiles.o)
         split(Site.OUTPUT, b.attended, layer.output, tiles.o)
-        self._add_norm(b.partials, tiles.o.splits, layer.output_bias, layer.mlp_norm, width, plan)
+        self._add_norm(b.partials, tiles.o.splits, layer.output_bias, layer.mlp_norm, width, plan, tiles.gate_up)
         if plan.whole_gate_up:
             split(Site.GATE_UP, b.normed, layer.gate_up, tiles.gate_up)
             self._silu(b.partials, None, width, plan)
         else:
             products.gate_up(b.normed, layer.gate_up, width, plan, tiles.gate_up)
-        products.coded(b.active, width, plan)
+        products.coded(b.active, width, plan, tiles.down)
         split(Site.DOWN, b.active, layer.down, tiles.down)
-        self._add_norm(b.partials, tiles.down.splits, layer.down_bias, next_norm, width, plan)
+        self._add_norm(b.partials, tiles.down.splits, layer.down_bias, next_norm, width, plan, tiles.qkv)
 
     def _library_layer(
         self,
@@ -196,12 +196,15 @@ class DecodeChain:
         norm: torch.Tensor,
         width: int,
         plan: DecodePlan,
+        tile: LinearTile | None = None,
     ) -> None:
+        """`tile`: of the product that comes."""
         s, b, coded = self._shape, self._buffers, self._products.takes_codes
         add_norm_kernel[(width,)](
             partials, b.padded_rows * s.hidden, norm if bias is None else bias, b.residual, norm, b.normed,
             b.codes.of(s.hidden) if coded else b.normed, b.codes.scales, s.norm_eps,
             HIDDEN=s.hidden, BLOCK=next_power_of_2(s.hidden), SPLITS=splits, HAS_BIAS=bias is not None,
             CODED=coded, NATIVE=partials.is_cuda,
+            EARLY=tile is not None and tile.ahead > 0,
             **plan.launch(8 if s.hidden > 1024 else 4),
         )  # fmt: skip

@@ -22,13 +22,24 @@ MOST_ROWS = 64
 _PLAIN = {"PDL": False}
 
 
-def code_rows(x: Tensor, codes: Tensor, scales: Tensor, launch: Mapping[str, Any] = _PLAIN) -> None:
-    """Rows of x [T, K], which may lie apart, to codes e4m3 [T or more, K] and scales float32 [T or more]."""
+def code_rows(
+    x: Tensor, codes: Tensor, scales: Tensor, launch: Mapping[str, Any] = _PLAIN, *, early: bool = False
+) -> None:
+    """Rows of x [T, K], which may lie apart, to codes e4m3 [T or more, K] and scales float32 [T or more]. `early`: the
+    next kernel may start when this one starts."""
     num_rows, depth = x.shape
     block = triton.next_power_of_2(depth)
     warps = max(1, min(16, block // 512))
     fp8_rows_kernel[(num_rows,)](
-        x, x.stride(0), codes, scales, K=depth, BLOCK=block, NATIVE=x.is_cuda, **{**launch, "num_warps": warps}
+        x,
+        x.stride(0),
+        codes,
+        scales,
+        K=depth,
+        BLOCK=block,
+        NATIVE=x.is_cuda,
+        EARLY=early,
+        **{**launch, "num_warps": warps},
     )
 
 
@@ -62,6 +73,6 @@ def product_of_rows(x: Tensor, matrix: Fp8Matrix) -> Tensor:
     split_linear_kernel[(num_columns // tile.columns, tile.splits, triton.cdiv(num_rows, tile.rows))](
         codes, matrix.codes, scales, matrix.scales, parts, num_rows, num_rows * num_columns, N=num_columns, K=depth,
         SPLITS=tile.splits, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SWAP=tile.swap, SCALED=True,
-        EARLY=False, num_warps=tile.warps, num_stages=tile.stages, **_PLAIN,
+        EARLY=False, AHEAD=0, num_warps=tile.warps, num_stages=tile.stages, **_PLAIN,
     )  # fmt: skip
     return (parts[0] if tile.splits == 1 else parts.sum(dim=0)).to(x.dtype)

@@ -48,15 +48,25 @@ def store_row(x, codes, scales, row, columns, inside, K: tl.constexpr, NATIVE: t
 
 @triton.jit
 def fp8_rows_kernel(
-    x, x_stride, codes, scales, K: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr
+    x,
+    x_stride,
+    codes,
+    scales,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (rows): x [rows, K], `x_stride` elements from row to row."""
+    if PDL and EARLY:
+        gdc_launch_dependents()
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < K
     if PDL:
         gdc_wait()
     value = tl.load(x + row.to(tl.int64) * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
+    if PDL and not EARLY:
         gdc_launch_dependents()
     store_row(value, codes, scales, row, columns, inside, K, NATIVE)

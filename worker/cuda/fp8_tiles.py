@@ -1,6 +1,6 @@
 """How products of fp8 are cut: a small table by number of rows and linear, and how an entry fits a matrix.
 
-Pure and in integers; depths are in numbers of one byte. `python -m benchmarks.fp8_tiles` tries other entries inside a
+Pure and in integers; depths are in numbers of one byte. `python -m benchmarks.step_tiles` tries other entries inside a
 whole step.
 """
 
@@ -28,6 +28,7 @@ class Fp8Tile:
     warps: int
     programs: int
     swap: bool = True
+    ahead: int = 0
 
 
 # About two for each multiprocessor, of about 100 KB in flight each, so that bytes come while products are made.
@@ -65,7 +66,8 @@ def fitted(name: str, num_rows: int, num_columns: int, depth: int) -> LinearTile
     programs, splits = num_columns // entry.columns * -(-num_rows // rows), 1
     while programs * splits < entry.programs and splits < _MAX_SPLITS and depth % (2 * splits * step) == 0:
         splits *= 2
-    return LinearTile(rows, entry.columns, step, splits, entry.stages, entry.warps, entry.swap)
+    ahead = min(entry.ahead, depth // splits)
+    return LinearTile(rows, entry.columns, step, splits, entry.stages, entry.warps, entry.swap, ahead=ahead)
 
 
 def fp8_linear_tiles(shape: DecodeShape, width: int, head: LinearTile) -> LinearTiles | None:

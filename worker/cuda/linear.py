@@ -13,7 +13,7 @@ Launched as programmatic dependents, every kernel waits before it reads what ano
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -46,6 +46,17 @@ def _accumulate(
 
 
 @triton.jit
+def _ask_ahead(w, columns, start, K: tl.constexpr, AHEAD: tl.constexpr):
+    """Has AHEAD numbers of each column's weights brought into the second-level cache, a line at a time. They do not
+    depend on any kernel, so that memory need not idle while one waits."""
+    LINE: tl.constexpr = 128 * 8 // w.dtype.element_ty.primitive_bitwidth
+    at = w + columns[:, None] * K + (start + tl.arange(0, AHEAD // LINE) * LINE)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _scaled(acc, x_scales, w_scales, rows, columns, SWAP: tl.constexpr):
     """Sums of codes to what they stand for."""
     of_rows, of_columns = tl.load(x_scales + rows), tl.load(w_scales + columns)
@@ -60,7 +71,8 @@ def _scaled(acc, x_scales, w_scales, rows, columns, SWAP: tl.constexpr):
 def split_linear_kernel(
     x, w, x_scales, w_scales, out, num_rows, split_stride,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, SWAP: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, SWAP: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out fp32 [SPLITS, rows, N], `split_stride` elements from one split to the next: partial sums of x @ w.T. Scales
     fp32 [padded rows] and [N], read if SCALED."""
@@ -69,6 +81,8 @@ def split_linear_kernel(
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(1)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    if PDL and AHEAD > 0:
+        _ask_ahead(w, columns, split * (K // SPLITS), K, AHEAD)
     if PDL:
         gdc_wait()
     acc = _accumulate(x, w, rows, columns, split * (K // SPLITS), K // SPLITS, K, ROWS, COLUMNS, DEPTH, SWAP)
@@ -87,7 +101,8 @@ def split_linear_kernel(
 def gate_up_kernel(
     x, w, x_scales, w_scales, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    SWAP: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [rows, N] = silu(x @ gate.T) * (x @ up.T); w is [2 N, K], the gate's rows first. Scales as those of
     `split_linear_kernel`."""
@@ -96,6 +111,9 @@ def gate_up_kernel(
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
+    if PDL and AHEAD > 0:
+        _ask_ahead(w, columns, 0, K, AHEAD)
+        _ask_ahead(w, columns + N, 0, K, AHEAD)
     if PDL:
         gdc_wait()
     if SWAP:

@@ -60,10 +60,12 @@ def embed_kernel(
 def add_norm_kernel(
     partials, split_stride, bias, residual, norm_weight, normed, codes, scales, eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, CODED: tl.constexpr,
-    NATIVE: tl.constexpr, PDL: tl.constexpr,
+    NATIVE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """residual += sum of the SPLITS partials [SPLITS, rows, HIDDEN] (+ bias); normed = RMS norm of it (Zhang, Sennrich
     2019). If CODED, products of fp8 find it in codes e4m3 [rows, HIDDEN] and scales fp32 [rows], too."""
+    if PDL and EARLY:
+        gdc_launch_dependents()
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
@@ -79,7 +81,7 @@ def add_norm_kernel(
     rounded = value.to(residual.dtype.element_ty)
     value = rounded.to(tl.float32)
     out = value * tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps) * weight
-    if PDL:
+    if PDL and not EARLY:
         gdc_launch_dependents()
     tl.store(residual + at, rounded, mask=inside)
     out = out.to(normed.dtype.element_ty)

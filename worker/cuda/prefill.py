@@ -85,7 +85,7 @@ class PrefillChain:
         add_norm_kernel[(num_rows,)](
             added, 0, norm if bias is None else bias, residual, norm, normed, normed, normed,
             self._config.norm_eps, HIDDEN=hidden, BLOCK=next_power_of_2(hidden), SPLITS=1, HAS_BIAS=bias is not None,
-            CODED=False, NATIVE=normed.is_cuda,
+            CODED=False, NATIVE=normed.is_cuda, EARLY=False,
             **launch_options(8 if hidden > 1024 else 4),
         )  # fmt: skip
 

@@ -30,11 +30,11 @@ class StepProducts:
         self.takes_codes = shape.quantization == "fp8"
         self._buffers = buffers
 
-    def coded(self, x: Tensor, width: int, plan: DecodePlan) -> None:
-        """Makes the codes of rows [0, width) of x [rows, K], if products take such."""
+    def coded(self, x: Tensor, width: int, plan: DecodePlan, tile: LinearTile | None = None) -> None:
+        """Makes the codes of rows [0, width) of x [rows, K], if products take such; `tile`: of the one that comes."""
         if self.takes_codes:
-            codes = self._buffers.codes
-            code_rows(x[:width], codes.of(x.shape[1]), codes.scales, plan.launch(4))
+            codes, early = self._buffers.codes, tile is not None and tile.ahead > 0
+            code_rows(x[:width], codes.of(x.shape[1]), codes.scales, plan.launch(4), early=early)
 
     def split(self, x: Tensor, w: Tensor, width: int, plan: DecodePlan, tile: LinearTile) -> None:
         """Partial sums of x times w [N, K] transposed, fp32 [splits, rows, N], into the buffers' `partials`."""
@@ -75,4 +75,7 @@ class StepProducts:
 
 
 def _constants(tile: LinearTile) -> dict[str, Any]:
-    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAP": tile.swap, "EARLY": tile.early}
+    return {
+        "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAP": tile.swap, "EARLY": tile.early,
+        "AHEAD": tile.ahead,
+    }  # fmt: skip

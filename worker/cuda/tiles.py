@@ -18,7 +18,8 @@ class GemvTile:
 @dataclass(frozen=True, slots=True)
 class LinearTile:
     """`rows` x `columns` a program, K in `splits`, `depth` of K at a time, `stages` of it in flight. `swap`: weights
-    are the tensor cores' 64-row operand."""
+    are the tensor cores' 64-row operand. `ahead`: of each column's K that many are asked into the second-level cache
+    while the kernel waits for its rows, and the kernel that makes these lets it start early for that; 0 for none."""
 
     rows: int
     columns: int
@@ -28,6 +29,7 @@ class LinearTile:
     warps: int
     swap: bool
     early: bool = False
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

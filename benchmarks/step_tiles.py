@@ -1,10 +1,11 @@
-"""Tries other tiles for products of fp8 inside whole captured steps, linear after linear, and keeps what is best.
+"""Tries other tiles for products inside whole captured steps, linear after linear, and keeps what is best.
 
-    python -m benchmarks.fp8_tiles --rows 64 --layers 8 --keep
+    python -m benchmarks.step_tiles --quantization fp8 --rows 64 --layers 8 --keep
 
 Of each linear the tile that the plan has is changed in one way at a time (columns, depth, parts of K, stages, warps,
-which side is the tensor cores' 64-row operand); the best of these is what the next linear's are tried beside. What it
-prints goes into `worker.cuda.fp8_tiles.TABLE` by hand. A try takes about as long as the compiler.
+weights that are asked for ahead, which side is the tensor cores' 64-row operand); the best of these is what the next
+linear's are tried beside. What it prints goes into `worker.cuda.fp8_tiles` or `decode_plan` by hand. A try takes about
+as long as the compiler.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def neighbours(tile: LinearTile, shape: DecodeShape, linear: str) -> Iterator[Li
         {"depth": tile.depth // 2, "stages": tile.stages * 2}, {"stages": tile.stages + 1},
         {"stages": tile.stages - 1}, {"warps": 12 - tile.warps}, {"swap": not tile.swap}, {"early": not tile.early},
     ]  # fmt: skip
+    changes += [{"ahead": ahead} for ahead in (0, 256, 512, 1024) if ahead != tile.ahead]
     if tile.rows == 16:
         changes.append({"rows": 8})
     if linear != "gate_up":
@@ -57,6 +59,8 @@ def neighbours(tile: LinearTile, shape: DecodeShape, linear: str) -> Iterator[Li
         if min(other.columns, other.depth) < 32 or not 0 < other.splits <= 16 or other.stages < 2:
             continue
         if not other.swap and other.rows < 64:
+            continue
+        if other.ahead > depth // other.splits:
             continue
         if columns % other.columns == 0 and depth % (other.depth * other.splits) == 0:
             yield other
@@ -97,16 +101,23 @@ def tune(bench: Bench, width: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--quantization", choices=["none", "fp8"], default="fp8", help="of the layers' matrices")
     parser.add_argument("--rows", type=int, nargs="+", default=[64])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--keep", action="store_true", help="write a dated result file")
     args = parser.parse_args()
-    shape = replace(SHAPES[args.shape], quantization="fp8", windows=(None,) * args.layers)
+    shape = replace(SHAPES[args.shape], quantization=args.quantization, windows=(None,) * args.layers)
     bench = Bench(shape, max(args.rows), max(args.rows) * (CONTEXT + 2 * STEPS))
     warm_clocks()
     found = [tune(bench, width) for width in args.rows]
-    config = {"shape": args.shape, "layers": args.layers, "context": CONTEXT, "device": torch.cuda.get_device_name()}
-    record("fp8-tiles", config, {"widths": found}, keep=args.keep)
+    shown = {
+        "shape": args.shape,
+        "quantization": args.quantization,
+        "layers": args.layers,
+        "context": CONTEXT,
+        "device": torch.cuda.get_device_name(),
+    }
+    record("step-tiles", shown, {"widths": found}, keep=args.keep)
 
 
 if __name__ == "__main__":
