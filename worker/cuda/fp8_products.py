@@ -6,9 +6,6 @@ vendor's product. What is launched depends on sizes alone, and nothing is waited
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -16,31 +13,22 @@ from torch import Tensor
 from worker.cuda.fp8 import E4M3, Fp8Matrix, exact_product
 from worker.cuda.fp8_rows import fp8_rows_kernel
 from worker.cuda.fp8_tiles import fitted
+from worker.cuda.launch import launch_options
 from worker.cuda.linear import split_linear_kernel
 
 MOST_ROWS = 64
-_PLAIN = {"PDL": False}
 
 
-def code_rows(
-    x: Tensor, codes: Tensor, scales: Tensor, launch: Mapping[str, Any] = _PLAIN, *, early: bool = False
-) -> None:
-    """Rows of x [T, K], which may lie apart, to codes e4m3 [T or more, K] and scales float32 [T or more]. `early`: the
-    next kernel may start when this one starts."""
+def code_rows(x: Tensor, codes: Tensor, scales: Tensor, *, dependent: bool = False, early: bool = False) -> None:
+    """Rows of x [T, K], which may lie apart, to codes e4m3 [T or more, K] and scales float32 [T or more]. `dependent`:
+    as `launch_options` takes it. `early`: the next such kernel may start when this one starts."""
     num_rows, depth = x.shape
     block = triton.next_power_of_2(depth)
     warps = max(1, min(16, block // 512))
     fp8_rows_kernel[(num_rows,)](
-        x,
-        x.stride(0),
-        codes,
-        scales,
-        K=depth,
-        BLOCK=block,
-        NATIVE=x.is_cuda,
-        EARLY=early,
-        **{**launch, "num_warps": warps},
-    )
+        x, x.stride(0), codes, scales, K=depth, BLOCK=block, NATIVE=x.is_cuda, EARLY=early,
+        **launch_options(warps, dependent=dependent),
+    )  # fmt: skip
 
 
 def scaled_product(codes: Tensor, scales: Tensor, matrix: Fp8Matrix, out: Tensor) -> None:
@@ -73,6 +61,6 @@ def product_of_rows(x: Tensor, matrix: Fp8Matrix) -> Tensor:
     split_linear_kernel[(num_columns // tile.columns, tile.splits, triton.cdiv(num_rows, tile.rows))](
         codes, matrix.codes, scales, matrix.scales, parts, num_rows, num_rows * num_columns, N=num_columns, K=depth,
         SPLITS=tile.splits, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SWAP=tile.swap, SCALED=True,
-        EARLY=False, AHEAD=0, num_warps=tile.warps, num_stages=tile.stages, **_PLAIN,
+        EARLY=False, AHEAD=0, **launch_options(tile.warps, tile.stages),
     )  # fmt: skip
     return (parts[0] if tile.splits == 1 else parts.sum(dim=0)).to(x.dtype)

@@ -34,7 +34,7 @@ class StepProducts:
         """Makes the codes of rows [0, width) of x [rows, K], if products take such; `tile`: of the one that comes."""
         if self.takes_codes:
             codes, early = self._buffers.codes, tile is not None and tile.ahead > 0
-            code_rows(x[:width], codes.of(x.shape[1]), codes.scales, plan.launch(4), early=early)
+            code_rows(x[:width], codes.of(x.shape[1]), codes.scales, dependent=plan.dependent_launch, early=early)
 
     def split(self, x: Tensor, w: Tensor, width: int, plan: DecodePlan, tile: LinearTile) -> None:
         """Partial sums of x times w [N, K] transposed, fp32 [splits, rows, N], into the buffers' `partials`."""
