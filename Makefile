@@ -14,6 +14,7 @@ help:  ## List the targets
 setup: $(READY)  ## Install the pinned set into .venv
 
 $(READY): pyproject.toml deploy/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Raycomb needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade "pip>=25"
 	$(BIN)/python -m pip install --constraint deploy/constraints.txt "torch==2.13.0"

@@ -33,7 +33,9 @@ def deadline_s(value: str | None) -> float | None:
     if value is None:
         return None
     if not (value.isascii() and value.isdecimal()) or int(value[:20]) == 0:
-        raise InvalidRequest(f"{DEADLINE} must be a whole number of milliseconds above 0", param=DEADLINE)
+        raise InvalidRequest(
+            f"{DEADLINE} must be a whole number of milliseconds above 0, not {value[:20]!a}", param=DEADLINE
+        )
     milliseconds = int(value[:20])
     return milliseconds / 1000 if milliseconds < 2**31 else None
 

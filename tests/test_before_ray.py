@@ -166,11 +166,34 @@ def test_http_at_the_usual_port_of_grpc_is_a_service_without_grpc(
 
 
 def test_gpus_are_not_counted_where_a_cluster_runs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        head.listen()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
+        check_a_plan_for_elsewhere(model)
+
+
+def check_a_plan_for_elsewhere(model: Path) -> None:
     words = [str(model), "--load-format", "dummy", "--port", str(free_ports(1)[0])]
     assert make_plan(serve_parser().parse_args([*words, "--device", "cuda"])).service.engine.device == "cuda"
     with pytest.raises(InvalidConfiguration, match="max_model_len is 300"):
         make_plan(serve_parser().parse_args([*words, "--max-model-len", "300"]))
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("nonsense", "RAY_ADDRESS is 'nonsense': say auto on a machine of the cluster, or host:port of its head"),
+        ("ray://127.0.0.1:10001", "RAY_ADDRESS is 'ray://127.0.0.1:10001'"),
+        ("127.0.0.1:70000", "RAY_ADDRESS is '127.0.0.1:70000'"),
+        ("127.0.0.1:1", "no Ray cluster answers at RAY_ADDRESS=127.0.0.1:1: Connection refused"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_told_before_ray(
+    model: Path, address: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert reason in refusal(capsys, str(model), "--load-format", "dummy")
 
 
 def test_gpus_are_counted_as_ray_does() -> None:

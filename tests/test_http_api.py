@@ -203,6 +203,15 @@ async def test_probes_tell_starting_ready_and_draining_apart() -> None:
         assert (await d.http.get("/version")).json() == {"version": VERSION}
 
 
+async def test_heads_are_answered_where_bodies_are() -> None:
+    async with desk() as d:
+        for path in ("/health", "/ready", "/v1/models"):
+            assert (await d.http.head(path)).status_code == 200, path
+        assert (await d.http.head("/v1/completions")).status_code == 405
+        assert refusal(await d.http.get("/v1/completions"), 405)["message"] == "/v1/completions takes POST, not GET"
+        assert refusal(await d.http.delete("/health"), 405)["message"] == "/health takes GET or HEAD, not DELETE"
+
+
 async def test_a_model_without_a_template_does_not_chat() -> None:
     async with desk(text=tiny_text(template=None)) as d:
         assert "template" in refusal(await d.post("/v1/chat/completions", **CHAT))["message"]

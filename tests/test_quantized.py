@@ -16,6 +16,7 @@ from tests.tiny_models import save_tiny_model
 from tests.torch_rig import Rig, chunk, executor_of, load, request
 from worker.batch import cut
 from worker.config import EngineConfig, Quantization
+from worker.cuda.fp8 import check_fp8
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.models.decoder import Decoder
@@ -97,5 +98,6 @@ def test_what_no_kernel_takes_is_refused_with_the_numbers(tmp_path: Path) -> Non
 
 def test_a_shape_that_fp8_does_not_multiply_is_refused_rather_than_left_as_it_is(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path, sizes={"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10})
+    config = EngineConfig(model=str(tmp_path), device="cpu")
     with pytest.raises(InvalidConfiguration, match="multiple of 16 columns and rows; qkv has 48 and 50"):
-        load(str(tmp_path), quantization="fp8")
+        load_program(config, see_weights=check_fp8)

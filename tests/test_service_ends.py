@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.serving.front import EVERY_ADDRESS, check_port
-from tests.service_process import ServiceProcess, running_service, tiny_checkpoint, wait_until
+from cluster.serving.front import EVERY_ADDRESS, check_port, free_ports
+from tests.service_process import ROOT, ServiceProcess, running_service, tiny_checkpoint, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -55,7 +58,26 @@ def test_a_service_whose_whole_group_is_told_to_end_drains_first(tmp_path: Path)
 
 
 def test_a_service_whose_head_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    """And before that, no other one takes its place in its cluster."""
     with service_that_leaves_nothing(tmp_path) as service:
+        assert_refused_in_the_cluster_of(service, tmp_path)
+        assert httpx.get(f"{service.url}/ready").status_code == 200
         _, head = service.processes("cluster.cli serve")
         head.kill()
         assert service.wait(60) == 128 + signal.SIGKILL
+
+
+def assert_refused_in_the_cluster_of(service: ServiceProcess, model: Path) -> None:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYCOMB_"))}
+    told = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "serve", str(model), "--executor", "tests.served_fake:make_executor"]
+        + ["--device", "cpu", "--port", str(free_ports(1)[0]), "--grpc-port", "0"],
+        cwd=ROOT,
+        env=inherited | {"RAY_ADDRESS": service.ray_address(), "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert told.returncode == 2, told
+    assert "runs an application 'raycomb' already" in told.stderr

@@ -31,7 +31,8 @@ from worker.models.safetensors_source import SafetensorsSource
 from worker.models.weights import DecoderWeights, TensorSource, load_weights
 from worker.pool_port import PoolPort, TorchMover
 from worker.programs.metadata import SUFFIX
-from worker.quantize import least_prefill, quantize_weights
+from worker.quantize import quantize_weights
+from worker.settings_check import check_settings, context_of, min_prefill_of
 from worker.swap import HostSwap, blocks_in
 from worker.torch_executor import TorchExecutor
 from worker.vocabulary import VocabularySource
@@ -118,18 +119,6 @@ def mask_maker(vocabulary: VocabularySource | None) -> MaskMaker:
     return Grammars(vocabulary)
 
 
-def _context(config: EngineConfig, model: ModelConfig) -> int:
-    """The most tokens of a sequence: the model's own, or fewer where the operator says so."""
-    if config.max_model_len is None:
-        return model.context
-    if config.max_model_len > model.context:
-        raise InvalidConfiguration(
-            f"max_model_len is {config.max_model_len}, but the model was made for {model.context} tokens at most",
-            param="max_model_len",
-        )
-    return config.max_model_len
-
-
 def load_program(
     config: EngineConfig, *, keep_blocks: bool = True, see_weights: Callable[[DecoderWeights], None] = lambda _: None
 ) -> Program:
@@ -142,13 +131,13 @@ def load_program(
     path = Path(config.model)
     device = choose_device(config)
     model, source = _open(path, load=config.load_format != "dummy")
+    check_settings(config, model.context, "cuda" if device.type == "cuda" else "cpu")
     dtype = _dtype(config, model, device)
-    context = _context(config, model)
-    least = _min_prefill(config)
+    context, least = context_of(config, model.context), min_prefill_of(config)
     read = _weights(config, model, source, dtype, device, keep_blocks)
     see_weights(read)
     weights = quantize_weights(read, config.quantization)
-    cells = _cells_named(config, dtype, device)
+    cells = _cells_named(config, dtype)
     cell_bytes = bytes_per_cell(model.num_layers, model.num_kv_heads, model.head_dim, cell_dtype(cells, dtype))
     info = ProgramInfo(
         name=path.stem if path.suffix == ".gguf" else path.resolve().name,
@@ -203,20 +192,6 @@ def _weights(
     return load_weights(model, source, dtype, device, kept)
 
 
-def _min_prefill(config: EngineConfig) -> int:
-    """What was asked for, or the least that the matrices allow."""
-    least = least_prefill(config.quantization)
-    if "min_prefill_tokens" not in config.model_fields_set:
-        return max(config.min_prefill_tokens, least)
-    if config.min_prefill_tokens < least:
-        raise InvalidConfiguration(
-            f"min_prefill_tokens must be at least {least} with {config.quantization} weights, whose kernels change "
-            f"with the number of rows; not {config.min_prefill_tokens}",
-            param="min_prefill_tokens",
-        )
-    return config.min_prefill_tokens
-
-
 def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
@@ -228,17 +203,11 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> to
     return _DTYPES[name]
 
 
-def _cells_named(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Name of what keys and values are kept in; None for the model's own."""
+def _cells_named(config: EngineConfig, dtype: torch.dtype) -> str | None:
+    """Name of what keys and values are kept in; None for the model's own, as always on a CPU."""
     asked = config.kv_cache_dtype
     if asked == "auto" or cell_dtype(asked, dtype) == dtype:
         return None
-    if device.type != "cuda":
-        raise InvalidConfiguration(
-            f"kv_cache_dtype is {asked}, and only a model on a GPU keeps keys and values in "
-            f"other numbers than its own, which are {str(dtype).removeprefix('torch.')}",
-            param="kv_cache_dtype",
-        )
     return asked
 
 

@@ -19,16 +19,9 @@ from worker.cuda.fp8 import check_fp8, fp8_weights
 from worker.cuda.packed import pack_weights
 from worker.models.weights import DecoderWeights
 
-# Kernels of weight-only products change with the number of rows: a small one for up to four, a tiled one above.
-WEIGHT_ONLY_MIN_PREFILL = 5
 # Columns of a matrix that share one scale of int4.
 _GROUP_SIZE = 32
 _MATRICES = ("qkv", "output", "gate_up", "down")
-
-
-def least_prefill(quantization: Quantization) -> int:
-    """The m that a program of such matrices must declare at least."""
-    return WEIGHT_ONLY_MIN_PREFILL if quantization in ("int8", "int4") else 2
 
 
 def quantize_weights(weights: DecoderWeights, quantization: Quantization) -> DecoderWeights:

@@ -1,17 +1,14 @@
 """What settings ask that the model, or the kind of device, has not: told without loading anything. Free of torch.
 
-`worker.program` refuses the same where it comes to it; `tests/test_settings_check.py` holds the two together.
+`worker.program` begins with it, and `raycomb serve` asks it before there is a worker at all.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Literal
 
 from planner.errors import InvalidConfiguration
-from worker.config import EngineConfig
-
-LEAST_PREFILL_OF_CODES: Final = 5
-"""The m of weights of eight and four bits, whose kernels change with the number of rows."""
+from worker.config import EngineConfig, Quantization
 
 
 def check_settings(config: EngineConfig, context: int, device: Literal["cpu", "cuda"] | None) -> None:
@@ -20,21 +17,45 @@ def check_settings(config: EngineConfig, context: int, device: Literal["cpu", "c
     * `context`: tokens that the model was made for.
     * `device`: where it will run; None: that is not known yet, and what depends on it is left to others.
     """
-    if config.max_model_len is not None and config.max_model_len > context:
+    context_of(config, context)
+    min_prefill_of(config)
+    if device == "cpu":
+        _check_on_cpu(config)
+    elif device == "cuda" and config.quantization == "fp8" and config.dtype not in ("auto", "bfloat16"):
+        raise InvalidConfiguration(f"fp8 computes in bfloat16, not {config.dtype}", param="dtype")
+
+
+def context_of(config: EngineConfig, context: int) -> int:
+    """The most tokens of a sequence: the model's own `context`, or fewer where the operator says so. Raises
+    `InvalidConfiguration`."""
+    if config.max_model_len is None:
+        return context
+    if config.max_model_len > context:
         raise InvalidConfiguration(
             f"max_model_len is {config.max_model_len}, but the model was made for {context} tokens at most",
             param="max_model_len",
         )
-    is_of_codes = config.quantization in ("int8", "int4")
-    told_m = "min_prefill_tokens" in config.model_fields_set
-    if is_of_codes and told_m and config.min_prefill_tokens < LEAST_PREFILL_OF_CODES:
+    return config.max_model_len
+
+
+def least_prefill(quantization: Quantization) -> int:
+    """The m that matrices allow at least. Kernels of weight-only products change with the number of rows: a small one
+    for up to four, a tiled one above."""
+    return 5 if quantization in ("int8", "int4") else 2
+
+
+def min_prefill_of(config: EngineConfig) -> int:
+    """The m that was asked for, or the least that the matrices allow. Raises `InvalidConfiguration`."""
+    least = least_prefill(config.quantization)
+    if "min_prefill_tokens" not in config.model_fields_set:
+        return max(config.min_prefill_tokens, least)
+    if config.min_prefill_tokens < least:
         raise InvalidConfiguration(
-            f"min_prefill_tokens must be at least {LEAST_PREFILL_OF_CODES} with {config.quantization} weights, whose "
-            f"kernels change with the number of rows; not {config.min_prefill_tokens}",
+            f"min_prefill_tokens must be at least {least} with {config.quantization} weights, whose kernels change "
+            f"with the number of rows; not {config.min_prefill_tokens}",
             param="min_prefill_tokens",
         )
-    if device == "cpu":
-        _check_on_cpu(config)
+    return config.min_prefill_tokens
 
 
 def _check_on_cpu(config: EngineConfig) -> None:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from cluster.access.certificate_check import check_certificates
 from cluster.checkpoints import resolve
+from cluster.commands.cluster_address import check_cluster_address
 from cluster.commands.terminal import report
 from cluster.config import ServiceConfig, check_gpus, decide_devices
 from cluster.language.text import load_text
@@ -30,12 +31,14 @@ from worker.programs.metadata import SUFFIX, read_metadata
 from worker.settings_check import check_settings
 
 
-def check_before_ray(service: ServiceConfig, *, joins_cluster: bool) -> None:
-    """Raises `SetupError` for the first thing that is wrong: settings, this machine, adapters, and at last the models,
-    which are fetched if need be."""
+def check_before_ray(service: ServiceConfig, ray_address: str | None) -> None:
+    """Raises `SetupError` for the first thing that is wrong: settings, this machine or the cluster's address, adapters,
+    and at last the models, which are fetched if need be."""
     if service.data_plane_tls is not None:
         check_certificates(Path(service.data_plane_tls), datetime.now(UTC))
-    if not joins_cluster:
+    if ray_address is not None:
+        check_cluster_address(ray_address)
+    else:
         _check_folder("step_log", service.step_log)
         _check_folder("batch_store", service.http.batch_store)
         _check_address(service.data_plane_host)

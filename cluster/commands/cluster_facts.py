@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Final
 
+from cluster.commands.cluster_address import check_cluster_address, no_answer
 from cluster.commands.node_facts import NodeFacts, node_facts
-from planner.errors import SetupError
 
 ANSWER_S: Final = 60.0
-CONNECT_S: Final = 5.0
 POLL_S: Final = 0.5
 
 
@@ -26,11 +24,11 @@ def facts_of_cluster(
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    _check_that_somebody_listens(ray_address)
+    check_cluster_address(ray_address)
     try:
         ray.init(ray_address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError) as error:
-        raise _no_answer(ray_address, error) from error
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise no_answer(ray_address, error) from error
     try:
         task = ray.remote(_facts_here)
         asked = {}
@@ -70,18 +68,3 @@ def _live_nodes(num_nodes: int, wait_s: float) -> dict[str, str]:
             told = len(live)
             print(f"...  nodes: {told} of {num_nodes} so far; waiting up to {wait_s:.0f} s", flush=True)
         time.sleep(POLL_S)
-
-
-def _check_that_somebody_listens(ray_address: str) -> None:
-    """Ray itself tries for minutes, with warnings that say nothing. "auto" it looks up by itself, and at once."""
-    host, colon, port = ray_address.rpartition(":")
-    if not colon or not port.isdecimal() or "/" in host:
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise _no_answer(ray_address, error) from error
-
-
-def _no_answer(ray_address: str, error: Exception) -> SetupError:
-    return SetupError(f"no Ray cluster answers at RAY_ADDRESS={ray_address}: {error}")

@@ -81,6 +81,8 @@ class LocalService:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         with self._signals, self._cluster():
             self._signals.install()
+            if self._joins_cluster:
+                _check_that_none_runs()
             config = self._on_this_machine()
             for deployment in worker_deployments(config):  # a cluster that runs may know of another service's
                 KvAdapterStore(APP_NAME, deployment).clear()
@@ -206,6 +208,16 @@ class LocalService:
             print(f"\n  models: {config.model_names}")
         print(f"\n  in a browser: {self.url}/")
         print(f"\n  curl {self.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n")
+
+
+def _check_that_none_runs() -> None:
+    """Raises `SetupError` where the cluster has a service already: this one would replace it, and at its end both were
+    gone."""
+    if APP_NAME in serve.status().applications:
+        raise SetupError(
+            f"the cluster of RAY_ADDRESS={os.environ['RAY_ADDRESS']} runs an application {APP_NAME!r} already: "
+            "`serve status` shows it, and `serve deploy` changes it"
+        )
 
 
 def _raise_setup_error(overview: ApplicationStatusOverview) -> None:

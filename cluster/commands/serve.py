@@ -73,7 +73,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     check_port(args.host, args.port)
     front = choose_front(args.front)
     grpc_port = _grpc_port(args, front)
-    check_before_ray(service, joins_cluster=bool(os.environ.get("RAY_ADDRESS")))
+    check_before_ray(service, os.environ.get("RAY_ADDRESS") or None)
     return ServePlan(service, args.host, args.port, grpc_port, front, args.ask)
 
 

@@ -43,7 +43,10 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-workers", type=int, metavar="N", help="let their number follow the load, up to this")
     group.add_argument("--num-gateways", type=int, default=1, help="processes that speak HTTP (default: 1)")
     group.add_argument(
-        "--drain-timeout-s", type=seconds, help="how long what runs may go on at an orderly end (default: 30)"
+        "--drain-timeout-s",
+        type=seconds,
+        metavar="S",
+        help="how long what runs may go on at an orderly end (default: 30)",
     )
 
 

@@ -7,7 +7,7 @@ A request is read, validated, turned into tokens and checked here, before anythi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -251,8 +251,12 @@ async def _explain_http(request: Request, error: Exception) -> Response:
     headers, path = dict(error.headers or {}), request.url.path
     told = {
         404: ("not_found", f"there is no {path} here"),
-        405: ("method_not_allowed", f"{path} takes {headers.get('Allow', 'another method')}, not {request.method}"),
+        405: ("method_not_allowed", f"{path} takes {_allowed(headers)}, not {request.method}"),
     }
     code, words = told.get(error.status_code, ("http_error", f"{request.method} {path}: {error.detail}"))
     value = error_envelope(words, "invalid_request_error", code=code)
     return json_response(json.dumps(value).encode(), error.status_code, headers)
+
+
+def _allowed(headers: Mapping[str, str]) -> str:
+    return " or ".join(sorted(headers.get("Allow", "another method").split(", ")))

@@ -73,8 +73,10 @@ def _explain(details: ErrorDetails) -> InvalidRequest:
 
 def _shown(value: Any) -> str:
     """A value of JSON, as short as a sentence bears."""
-    if isinstance(value, dict | list):
-        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
     if isinstance(value, str) and len(value) > SHOWN_CHARACTERS:
         return f"a text of {len(value)} characters"
     return json.dumps(value, ensure_ascii=False)

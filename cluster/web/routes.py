@@ -11,6 +11,10 @@ Endpoint = Callable[..., Coroutine[Any, Any, Any]]
 
 
 def add_routes(app: FastAPI, routes: Iterable[tuple[str, str, Endpoint]]) -> None:
-    """`routes`: path, method and endpoint of each. Endpoints make their responses themselves: FastAPI shapes none."""
+    """`routes`: path, method and endpoint of each. Endpoints make their responses themselves: FastAPI shapes none.
+
+    What can be got can be asked for its head alone, as load balancers do; the server then leaves the body out.
+    """
     for path, method, endpoint in routes:
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, endpoint, methods=methods, response_model=None)
