@@ -69,9 +69,18 @@ def test_a_service_whose_head_is_killed_leaves_nothing(tmp_path: Path) -> None:
 
 def assert_refused_in_the_cluster_of(service: ServiceProcess, model: Path) -> None:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYCOMB_"))}
+    command = [
+        sys.executable,
+        "-m",
+        "cluster.cli",
+        "serve",
+        str(model),
+        "--executor",
+        "tests.served_fake:make_executor",
+    ]
+    command += ["--device", "cpu", "--port", str(free_ports(1)[0]), "--grpc-port", "0"]
     told = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", "serve", str(model), "--executor", "tests.served_fake:make_executor"]
-        + ["--device", "cpu", "--port", str(free_ports(1)[0]), "--grpc-port", "0"],
+        command,
         cwd=ROOT,
         env=inherited | {"RAY_ADDRESS": service.ray_address(), "RAY_AUTH_MODE": "disabled"},
         capture_output=True,
