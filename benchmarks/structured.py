@@ -33,6 +33,7 @@ import jsonschema
 import numpy as np
 
 from benchmarks.against_vllm import SHAPES
+from benchmarks.mask_times import mask_times
 from benchmarks.record import record
 from benchmarks.step_times import StepTimes, TimedMasks
 from cluster.answers.structured import check_form, json_form
@@ -234,7 +235,15 @@ def main() -> None:
     text = load_text(path)
     if args.no_model:
         told = {"model": args.model, "num_schemas": args.num_schemas, "vocab_size": text.vocab_size}
-        record("structured-no-model", told, {"walks": walks(text, args.num_schemas)}, keep=not args.trial)
+        alike, apart = [OPEN_ENDED] * BATCH, [random_schema(seed) for seed in range(BATCH)]
+        masks = {
+            name: mask_times(
+                text.vocabulary(), [json_form("schema", schema).grammar for schema in asked], num_steps=128
+            )
+            for name, asked in (("one_schema", alike), ("random_schemas", apart))
+        }
+        figures = {"masks": masks, "walks": walks(text, args.num_schemas)}
+        record("structured-no-model", told, figures, keep=not args.trial)
         return
     with checkpoint(path, _sizes(text, args.layers, args.shape)) as (model, load_format):
         config = EngineConfig(

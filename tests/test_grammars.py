@@ -77,6 +77,22 @@ def test_a_state_that_is_replayed_is_the_state_that_went_step_by_step(grammars: 
     assert len(tokens) > 10
 
 
+def test_sequences_that_move_between_compiled_copies_keep_their_state(grammars: Grammars) -> None:
+    """With several threads a grammar is compiled several times, and sequences that began together are spread."""
+    grammar = schema_grammar({"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 99})
+    spread = Grammars(TEXT.vocabulary, num_threads=4)
+    draw, tokens = random.Random(3), [list[int]() for _ in range(12)]
+    for _ in range(30):
+        asked = [row(grammar, generated, sequence_id=place) for place, generated in enumerate(tokens)]
+        masks = spread.masks(asked)
+        for generated, mask, expected in zip(tokens, masks, grammars.masks(asked), strict=True):
+            assert isinstance(mask, np.ndarray)
+            assert np.array_equal(mask, expected)
+            generated.append(draw.choice(allowed(mask)))
+    grammars.drop(range(12))
+    spread.close()
+
+
 def test_each_sequence_has_a_state_of_its_own(grammars: Grammars) -> None:
     grammar = choice("ab", "cd")
     a, b, c, d = (TEXT.encode(letter)[0] for letter in "abcd")

@@ -2,7 +2,7 @@
 
 The state of a row is a function of its grammar and of the tokens generated so far, which ride on the chunk. So it is
 made again by replaying them wherever a sequence goes on: after preemption, and on another worker. Grammars are
-compiled by llguidance, on a thread of their own and once for all sequences that have the same one.
+compiled by llguidance, on a thread of their own, and kept (`worker.compiled_grammars`).
 
 Free of torch. `check_grammar` is what gateways refuse bad grammars with, under the same limits.
 """
@@ -10,27 +10,29 @@ Free of torch. `check_grammar` is what gateways refuse bad grammars with, under 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from planner.errors import GrammarFailed, SetupError, UnsupportedModel
+from worker.compiled_grammars import CompiledGrammars, Source
 from worker.masks import BitMask, ConstrainedRow
 from worker.vocabulary import Vocabulary, VocabularySource
 
-MAX_COMPILED: Final = 128  # grammars that are kept for the next request that has them
 _MAX_THREADS: Final = 8
+_MAX_REPLAYED: Final = 64  # tokens, so that a state moves in less than its masks take
 _MAX_SPELLED: Final = 4096  # texts whose ids are remembered
 
 
 @dataclass(slots=True)
 class _State:
+    source: Source[LLMatcher]
     matcher: LLMatcher
     num_consumed: int = 0
 
@@ -41,44 +43,46 @@ class Grammars:
     Owner: an executor. `prepare` and `drop` never block and are called by its thread; `masks` by one thread at a time.
     """
 
-    def __init__(self, vocabulary: VocabularySource) -> None:
-        """Begins to read the vocabulary at once, in the background."""
+    def __init__(self, vocabulary: VocabularySource, num_threads: int | None = None) -> None:
+        """Begins to read the vocabulary at once, in the background. `num_threads` make masks; None: half of the cores,
+        and at most eight."""
         self._background = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._tokenizer = self._background.submit(_make_tokenizer, vocabulary)
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        num_threads = num_threads or max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._filler = LLExecutor(num_threads)
+        self._compiled = CompiledGrammars(self._compile, self._background, num_threads)
         self._states: dict[int, _State] = {}
-        self._filler = LLExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2)))
 
     def prepare(self, grammar: str) -> None:
         """Begin to compile, unless that was done."""
-        self._matcher(grammar)
+        self._compiled.prepare(grammar)
 
     def drop(self, sequence_ids: Iterable[int]) -> None:
         """Forget these sequences; those that follow no grammar are passed over."""
         for sequence_id in sequence_ids:
-            self._states.pop(sequence_id, None)
+            state = self._states.pop(sequence_id, None)
+            if state is not None:
+                self._compiled.give_back(state.source)
 
     def masks(self, rows: Sequence[ConstrainedRow]) -> list[BitMask | GrammarFailed]:
         """What each row may draw, or why its sequence cannot go on. Waits for what is still being compiled."""
-        found: list[BitMask | GrammarFailed] = []
-        matchers: list[tuple[LLMatcher, int]] = []
-        for row in rows:
+        found: list[BitMask | GrammarFailed] = [_NOTHING] * len(rows)
+        states: list[tuple[int, _State]] = []
+        for place, row in enumerate(rows):
             try:
-                matchers.append((self._advance(row), len(matchers)))
-                found.append(_NOTHING)
+                states.append((place, self._advance(row)))
             except GrammarFailed as error:
-                found.append(error)
-        if not matchers:
+                found[place] = error
+        if not states:
             return found
         size = -(-self._tokenizer.result().vocab_size // 32) * 4
-        filled = np.zeros((len(matchers), size), dtype=np.uint8)
-        self._filler.unsafe_compute_mask_ptr(matchers, filled.ctypes.data, size, len(matchers))
-        following = iter(zip(matchers, filled, strict=True))
-        for place, row in enumerate(rows):
-            if isinstance(found[place], GrammarFailed):
-                continue
-            (matcher, _), mask = next(following)
-            found[place] = _failure(matcher) or _without(mask, row.masked)
+        filled = np.zeros((len(rows), size), dtype=np.uint8)
+        # Neighbours are made by one thread, and those of one source would wait for each other.
+        apart = sorted(((id(state.source), state.matcher, place) for place, state in states), key=itemgetter(0))
+        matchers = [(matcher, place) for _, matcher, place in apart]
+        self._filler.unsafe_compute_mask_ptr(matchers, filled.ctypes.data, size, len(rows))
+        for place, state in states:
+            found[place] = _failure(state.matcher) or _without(filled[place], rows[place].masked)
         return found
 
     def close(self) -> None:
@@ -86,32 +90,34 @@ class Grammars:
         self._states.clear()
         self._background.shutdown(wait=False, cancel_futures=True)
 
-    def _matcher(self, grammar: str) -> Future[LLMatcher]:
-        """A matcher at the grammar's start, that nobody advances."""
-        known = self._compiled.get(grammar)
-        if known is None:
-            known = self._compiled[grammar] = self._background.submit(_compile, grammar, self._tokenizer)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return known
+    def _compile(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=_limits())
 
-    def _advance(self, row: ConstrainedRow) -> LLMatcher:
-        """The row's matcher, after the tokens that came since it was last asked. Raises `GrammarFailed`."""
+    def _advance(self, row: ConstrainedRow) -> _State:
+        """The row's state, after the tokens that came since it was last asked. Raises `GrammarFailed`."""
         state = self._states.get(row.sequence_id)
-        if state is None:
-            try:
-                state = _State(self._matcher(row.grammar).result().deep_copy())
-            except SetupError as error:
-                raise GrammarFailed(error.message) from error
-            self._states[row.sequence_id] = state
+        if state is None or self._should_move(row.grammar, state):
+            self.drop([row.sequence_id])
+            state = self._states[row.sequence_id] = self._begun(row.grammar)
         for token in row.generated[state.num_consumed :].tolist():
             if not state.matcher.is_stopped():  # behind a finished answer there is only its end
                 state.matcher.consume_token(token)
             state.num_consumed += 1
         if (failure := _failure(state.matcher)) is not None:
             raise failure
-        return state.matcher
+        return state
+
+    def _should_move(self, grammar: str, state: _State) -> bool:
+        """Sequences that begin together share a source until there are more."""
+        return state.num_consumed <= _MAX_REPLAYED and self._compiled.is_crowded(grammar, state.source)
+
+    def _begun(self, grammar: str) -> _State:
+        source = self._compiled.take(grammar)
+        try:
+            return _State(source, source.compiled.result().deep_copy())
+        except SetupError as error:
+            self._compiled.give_back(source)
+            raise GrammarFailed(error.message) from error
 
 
 _NOTHING: Final[BitMask] = np.zeros(0, dtype=np.uint8)
@@ -132,10 +138,6 @@ def _make_tokenizer(source: VocabularySource) -> LLTokenizer:
     if not vocabulary.eos_ids:
         raise UnsupportedModel("the model has no token that ends an answer, so no answer of it can follow a grammar")
     return LLTokenizer(TokenizerWrapper(_Spellings(vocabulary)), eos_token=sorted(vocabulary.eos_ids))
-
-
-def _compile(grammar: str, tokenizer: Future[LLTokenizer]) -> LLMatcher:
-    return LLMatcher(tokenizer.result(), grammar, log_level=0, limits=_limits())
 
 
 def _failure(matcher: LLMatcher) -> GrammarFailed | None:

@@ -65,47 +65,13 @@ class GpuSampler:
         assert num_rows <= len(self._listed)
         if num_rows == 0:
             return
-        sampler_kernels.scan[(self._num_chunks, num_rows)](
-            logits,
-            row_slots,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            length,
-            self._group_max,
-            self._group_mass,
-            self._chunk_mass,
-            self._chunk_score,
-            self._chunk_winner,
-            logits.stride(0),
-            self._vocab_size,
-            self._num_chunks,
-            num_warps=_SCAN_WARPS,
-        )
+        settings = row_slots, temperature, top_k, top_p, min_p, seed, length
+        scanned = self._group_max, self._group_mass, self._chunk_mass, self._chunk_score, self._chunk_winner
+        sizes = logits.stride(0), self._vocab_size, self._num_chunks
+        sampler_kernels.scan[(self._num_chunks, num_rows)](logits, *settings, *scanned, *sizes, num_warps=_SCAN_WARPS)
         sampler_kernels.draw[(num_rows,)](
-            logits,
-            row_slots,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            length,
-            out_tokens,
-            bad_rows,
-            self._group_max,
-            self._group_mass,
-            self._chunk_mass,
-            self._chunk_score,
-            self._chunk_winner,
-            self._listed,
-            self.cut,
-            logits.stride(0),
-            self._vocab_size,
-            self._num_chunks,
+            logits, *settings, out_tokens, bad_rows, *scanned, self._listed, self.cut, *sizes,
             KEY_SHIFT=_KEY_SHIFTS[logits.dtype],
             BLOCK_CHUNKS=triton.next_power_of_2(self._num_chunks),
             num_warps=_DRAW_WARPS,
-        )
+        )  # fmt: skip
