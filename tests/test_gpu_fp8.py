@@ -16,6 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from benchmarks.decode_step import asking_ahead
 from benchmarks.random_model import write_model
 from planner.request import Request, SamplingParams
 from tests.cuda_rig import CONTEXT, DEVICE, INTERPRETED, Model, cuda_executor, tiny_model, torch_executor
@@ -31,6 +32,7 @@ from worker.cuda.executor import CudaExecutor
 from worker.cuda.fp8 import E4M3, Fp8Matrix, exact_product, fp8_matrix, fp8_rows, fp8_weights
 from worker.cuda.fp8_products import code_rows, product_of_rows
 from worker.cuda.fp8_tiles import fitted
+from worker.cuda.graphs import DecodeGraphs, Draw
 from worker.cuda.step_products import StepProducts
 from worker.cuda.tiles import LinearTile, LinearTiles
 from worker.models.decoder import Decoder
@@ -193,6 +195,52 @@ def test_steps_give_what_the_reference_gives_that_rounds_its_rows(name: str) -> 
             for (k, v), keys, values in zip(rig.newest(index), history.keys, history.values, strict=True):
                 assert relative_error(k, keys[-1]) < most_error
                 assert relative_error(v, values[-1]) < most_error
+
+
+def captured(width: int, plan: DecodePlan) -> tuple[Rig, DecodeGraphs]:
+    """Rows of many lengths, the longest first."""
+    lengths = [500, *(37 * row % 491 for row in range(1, width))]
+    rig = Rig(LLAMA_8B, lengths, width, plan, DEVICE)
+    return rig, DecodeGraphs(lambda w, _: rig.chain.run(w, plan), [width], [Draw.GREEDY])
+
+
+@needs_gpu
+@pytest.mark.parametrize("width", [1, 8, 64, 128])
+def test_captured_steps_at_full_size_give_what_the_reference_gives(width: int) -> None:
+    rig, graphs = captured(width, plan_decode(LLAMA_8B, width, hopper=True))
+    off = []
+    for _ in range(2):
+        order, expected = rig.place_rows(), rig.reference_logits()
+        graphs.replay(width, Draw.GREEDY)
+        for index, token in enumerate(rig.follow(order)):
+            off.append(float((expected[index].max() - expected[index][token]) / expected[index].std()))
+        for index, history in enumerate(rig.histories):
+            for (k, v), keys, values in zip(rig.newest(index), history.keys, history.values, strict=True):
+                assert relative_error(k, keys[-1]) < 5e-2
+                assert relative_error(v, values[-1]) < 5e-2
+    assert max(off) < 0.3, off
+    assert rig.state.bad_rows.sum() == 0
+
+
+@needs_gpu
+@pytest.mark.parametrize("ahead", [0, 512])
+@pytest.mark.parametrize("width", [1, 8, 24, 64])
+def test_kernels_that_start_early_change_no_bit(width: int, ahead: int) -> None:
+    """One that read what the kernel before it had not written yet would."""
+    plan = asking_ahead(plan_decode(LLAMA_8B, width, hopper=True), ahead)
+    assert plan.dependent_launch
+    told = []
+    for each in (plan, replace(plan, dependent_launch=False)):
+        rig, graphs = captured(width, each)
+        tokens = []
+        for _ in range(3):
+            order = rig.place_rows()
+            graphs.replay(width, Draw.GREEDY)
+            tokens.append(rig.follow(order))
+        cells = [plane[[own[-1] for own in rig.cells]] for pair in rig.pool for plane in pair]
+        told.append((tokens, torch.stack(cells)))
+    assert told[0][0] == told[1][0]
+    assert torch.equal(told[0][1], told[1][1])
 
 
 def requests(vocab_size: int, lengths: tuple[int, ...] = (1, 5, 17, 40)) -> list[Request]:
