@@ -16,7 +16,7 @@ from tests.tiny_models import save_tiny_model
 from tests.torch_rig import Rig, chunk, executor_of, load, request
 from worker.batch import cut
 from worker.config import EngineConfig, Quantization
-from worker.cuda.fp8 import check_fp8
+from worker.cuda.fp8 import check_fp8, fp8_weights
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.models.decoder import Decoder
@@ -57,7 +57,7 @@ def perplexity(decoder: Decoder, tokens: list[int]) -> float:
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(900)
-def test_perplexity_grows_by_at_most_two_percent_in_int8_and_eight_in_int4(smollm2_path: Path) -> None:
+def test_perplexity_grows_by_at_most_two_percent_in_int8_and_eight_in_int4_and_fp8(smollm2_path: Path) -> None:
     settings = EngineConfig(model=os.fspath(smollm2_path), device="cpu", dtype="bfloat16", max_model_len=512)
     decoder = load_program(settings).decoder
     tokens = load_text(smollm2_path).encode(TEXT)
@@ -71,6 +71,8 @@ def test_perplexity_grows_by_at_most_two_percent_in_int8_and_eight_in_int4(smoll
         found = perplexity(quantized, tokens)
         assert exact / most < found < exact * most, quantization
         assert found != exact
+    fp8 = perplexity(Decoder(decoder.config, fp8_weights(decoder.weights), decoder.context), tokens)
+    assert exact < fp8 < exact * 1.08
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
