@@ -119,6 +119,38 @@ def older_cells(
     return largest, total, acc
 
 
+@triton.jit
+def _leave(
+    acc, largest, total, row, kv_head, heads, group, dims, mine, out, part_out, part_max, part_sum, arrived, used,
+    split, first_piece,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, LAST_REDUCES: tl.constexpr,
+    LISTED: tl.constexpr,
+):  # fmt: skip
+    """A row's attention into `out` if this program has all of it; else its part, and the whole if it is the last one
+    to arrive and the last one reduces."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    head_at = row * HEADS + heads
+    if SPLITS == 1 and not LISTED:
+        tl.store(out + head_at[:, None] * D + dims, (acc / total[:, None]).to(out.dtype.element_ty), mask=mine)
+    elif LISTED:
+        if used == 1:
+            tl.store(out + head_at[:, None] * D + dims, (acc / total[:, None]).to(out.dtype.element_ty), mask=mine)
+        else:
+            part = tl.program_id(1) * HEADS + heads
+            leave_part(part_out, part_max, part_sum, part, acc, largest, total, dims, mine, group < GROUP, D)
+            if arrives_last(arrived + row * KV_HEADS + kv_head, used):
+                own = first_piece * HEADS + kv_head * GROUP + tl.minimum(group, GROUP - 1)
+                whole = combined_pieces(part_out, part_max, part_sum, own, dims, mine, used, HEADS, D)
+                tl.store(out + head_at[:, None] * D + dims, whole.to(out.dtype.element_ty), mask=mine)
+    else:
+        part = head_at * SPLITS + split
+        leave_part(part_out, part_max, part_sum, part, acc, largest, total, dims, mine, group < GROUP, D)
+        if LAST_REDUCES and arrives_last(arrived + row * KV_HEADS + kv_head, used):
+            own = row * HEADS + kv_head * GROUP + tl.minimum(group, GROUP - 1)
+            whole = combined(part_out, part_max, part_sum, own, dims, mine, used, SPLITS, D)
+            tl.store(out + head_at[:, None] * D + dims, whole.to(out.dtype.element_ty), mask=mine)
+
+
 @triton.jit(do_not_specialize=["split_stride", "table_stride", "window"])
 def attention_kernel(
     qkv, split_stride, bias, q_norm, k_norm, cos, sin, row_slots, length, new_cells, table, table_stride,
@@ -149,6 +181,7 @@ def attention_kernel(
     mine = (group < GROUP)[:, None] & (dims < D)
     if PDL:
         gdc_wait()
+    first_piece = 0
     if LISTED:
         item = work + tl.program_id(1) * _ITEM_WORDS
         row, slot, position = tl.load(item), tl.load(item + 1).to(tl.int64), tl.load(item + 2)
@@ -205,23 +238,7 @@ def attention_kernel(
     if PDL:
         gdc_launch_dependents()
 
-    head_at = row * HEADS + heads
-    if SPLITS == 1 and not LISTED:
-        tl.store(out + head_at[:, None] * D + dims, (acc / total[:, None]).to(out.dtype.element_ty), mask=mine)
-    elif LISTED:
-        if used == 1:
-            tl.store(out + head_at[:, None] * D + dims, (acc / total[:, None]).to(out.dtype.element_ty), mask=mine)
-        else:
-            part = tl.program_id(1) * HEADS + heads
-            leave_part(part_out, part_max, part_sum, part, acc, largest, total, dims, mine, group < GROUP, D)
-            if arrives_last(arrived + row * KV_HEADS + kv_head, used):
-                own = first_piece * HEADS + kv_head * GROUP + tl.minimum(group, GROUP - 1)
-                whole = combined_pieces(part_out, part_max, part_sum, own, dims, mine, used, HEADS, D)
-                tl.store(out + head_at[:, None] * D + dims, whole.to(out.dtype.element_ty), mask=mine)
-    else:
-        part = head_at * SPLITS + split
-        leave_part(part_out, part_max, part_sum, part, acc, largest, total, dims, mine, group < GROUP, D)
-        if LAST_REDUCES and arrives_last(arrived + row * KV_HEADS + kv_head, used):
-            own = row * HEADS + kv_head * GROUP + tl.minimum(group, GROUP - 1)
-            whole = combined(part_out, part_max, part_sum, own, dims, mine, used, SPLITS, D)
-            tl.store(out + head_at[:, None] * D + dims, whole.to(out.dtype.element_ty), mask=mine)
+    _leave(
+        acc, largest, total, row, kv_head, heads, group, dims, mine, out, part_out, part_max, part_sum, arrived, used,
+        split, first_piece, HEADS, KV_HEADS, D, SPLITS, LAST_REDUCES, LISTED,
+    )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.fp8_tiles import fp8_linear_tiles
+from worker.cuda.launch import launch_options
 from worker.cuda.packed_tiles import packed_gemv_tiles, packed_linear_tiles
 from worker.cuda.tiles import GemvTile, GemvTiles, LinearTile, LinearTiles
 
@@ -84,8 +85,7 @@ class DecodePlan:
 
     def launch(self, warps: int, stages: int = 2) -> dict[str, Any]:
         """Options of a kernel's launch within a step."""
-        options: dict[str, Any] = {"PDL": self.dependent_launch, "num_warps": warps, "num_stages": stages}
-        return options | {"launch_pdl": True} if self.dependent_launch else options
+        return launch_options(warps, stages, dependent=self.dependent_launch)
 
 
 def adapted(plan: DecodePlan, shape: DecodeShape) -> DecodePlan:
