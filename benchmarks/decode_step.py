@@ -30,7 +30,7 @@ from worker.cell_rows import SCALED, packed_rows
 from worker.config import Quantization
 from worker.cuda.decode_buffers import DecodeBuffers
 from worker.cuda.decode_chain import DecodeChain
-from worker.cuda.decode_plan import DecodePlan, plan_decode
+from worker.cuda.decode_plan import DecodePlan, plan_decode, split_plan
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.decode_state import DecodeState, PendingTokens
 from worker.cuda.graphs import DecodeGraphs, Draw
@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--split", action="store_true", help="own products where the vendor's library is the plan, too")
     parser.add_argument("--ahead", type=int, help="numbers of each column that products ask for while they wait")
     parser.add_argument("--layers", type=int, help="run fewer layers than the model has")
     parser.add_argument(
@@ -186,6 +187,8 @@ def main() -> None:
         warm_clocks()
         for width in args.widths:
             plan = plan_decode(shape, width, hopper=torch.cuda.get_device_capability() >= (9, 0))
+            if args.split and (split := split_plan(shape, width)) is not None:
+                plan = split
             if args.ahead is not None:
                 plan = asking_ahead(plan, args.ahead)
             contexts = [args.context] * width

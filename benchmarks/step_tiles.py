@@ -20,7 +20,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.decode_step import SHAPES, STEPS, Bench, warm_clocks
 from benchmarks.record import record
-from worker.cuda.decode_plan import DecodePlan, plan_decode
+from worker.cuda.decode_plan import DecodePlan, split_plan
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.tiles import LinearTile
 
@@ -76,7 +76,8 @@ def step_ms(bench: Bench, width: int, plan: DecodePlan) -> float | None:
 
 def tune(bench: Bench, width: int) -> dict[str, Any]:
     """Every try of one width, and the plan's tiles in the end."""
-    plan = plan_decode(bench.shape, width, hopper=True)
+    plan = split_plan(bench.shape, width)
+    assert plan is not None
     bench.place([CONTEXT] * width)
     best = step_ms(bench, width, plan)
     assert best is not None

@@ -109,9 +109,18 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     widest = 256 if small and shape.bits is None else 64
     if width == 1 and not shape.output_bias and (gemv := _gemvs(shape)) is not None:
         return DecodePlan(width, Chain.GEMV, attention, gemv=gemv, dependent_launch=True)
-    if width <= widest and (linear := _linears(shape, width)) is not None:
-        return DecodePlan(width, Chain.SPLIT_K, attention, linear=linear, dependent_launch=True)
+    if width <= widest and (plan := split_plan(shape, width)) is not None:
+        return plan
     return DecodePlan(width, Chain.LIBRARY, attention)
+
+
+def split_plan(shape: DecodeShape, width: int) -> DecodePlan | None:
+    """The SPLIT_K chain on a GPU that has all it takes, whether or not it is the fastest; None where no tile fits."""
+    linear = _linears(shape, width)
+    if linear is None:
+        return None
+    attention = _attention(width, shape.hidden <= _SMALL)
+    return DecodePlan(width, Chain.SPLIT_K, attention, linear=linear, dependent_launch=True)
 
 
 def _gemvs(shape: DecodeShape) -> GemvTiles | None:

@@ -52,6 +52,12 @@ TABLE: Final[Mapping[int, Mapping[str, Fp8Tile]]] = {
         "gate_up": Fp8Tile(64, 128, 4, 4, 1, swap=False),
         "down": Fp8Tile(64, 128, 6, 4, _TWO_EACH, swap=False),
     },
+    128: {
+        "qkv": Fp8Tile(64, 128, 4, 8, 192, swap=False),
+        "o": Fp8Tile(64, 128, 4, 8, _TWO_EACH, swap=False),
+        "gate_up": Fp8Tile(64, 128, 3, 8, 1, swap=False),
+        "down": Fp8Tile(64, 128, 4, 8, _TWO_EACH, swap=False),
+    },
 }
 """By most rows of a tile, and by linear. More rows than that of the last are several tiles of it."""
 
