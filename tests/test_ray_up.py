@@ -34,6 +34,8 @@ pytestmark = [
 UP: Final = f"ray up -y {CLUSTER}"
 WORKER: Final = "ServeReplica:raycomb:Worker"
 PATIENCE_S: Final = 480.0
+TOO_SLOW: Final = "timed out during startup"
+"""What Ray says where a machine is so busy that its processes take longer than 30 s. One does it again, then."""
 NUM_TOKENS: Final = 128
 PROMPTS: Final = ("The capital of France is", "1, 2, 3, 4, 5,", "Once upon a time,", "Water boils at")
 
@@ -59,7 +61,11 @@ def cluster(network: Lan, at_the_desk: RayUp) -> RayUp:
     """After `ray up`."""
     for host in (at_the_desk.head, *at_the_desk.workers):
         network.start(host)
-    at_the_desk.at_desk(UP, PATIENCE_S)
+    code, printed = at_the_desk.try_at_desk(UP, PATIENCE_S)
+    if code != 0 and TOO_SLOW in printed:
+        at_the_desk.at_desk(UP, PATIENCE_S)
+    else:
+        assert code == 0, printed
     return at_the_desk
 
 
