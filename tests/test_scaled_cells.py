@@ -30,8 +30,6 @@ from worker.cuda.write_cells import rotate_and_write  # noqa: E402
 from worker.kv_pool import KvPool  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-# The interpreter loses the carry where a number is rounded up to the next power of two.
-needs_gpu = pytest.mark.skipif(INTERPRETED, reason="the interpreter does not round to eight bits as a GPU does")
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 # Of what attention gives, by what eight bits lose of normally distributed keys and values.
 MOST_LOST = 0.06
@@ -78,7 +76,6 @@ def test_chunks_attend_to_what_their_cells_hold(shape: Shape, window: int | None
         assert error(out[rows], reference(query[rows], key, value, span.start, window)) < MOST_LOST
 
 
-@needs_gpu
 @pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("shape", [Shape(4, 2, 64), Shape(7, 1, 80), Shape(32, 8, 128)], ids=str)
 def test_prefill_writes_rows_as_plain_torch_packs_them(shape: Shape, has_norm: bool) -> None:
@@ -110,7 +107,6 @@ def test_prefill_writes_rows_as_plain_torch_packs_them(shape: Shape, has_norm: b
     assert torch.equal(pool.values[0, others], before[1][0, others])
 
 
-@needs_gpu
 @pytest.mark.parametrize("name", CASES)
 def test_decode_steps_read_and_write_scaled_rows(name: str) -> None:
     shape, plan = CASES[name]
@@ -127,18 +123,18 @@ def test_decode_steps_read_and_write_scaled_rows(name: str) -> None:
                 assert relative_error(v, values[-1]) < 2e-2
 
 
-@needs_gpu
 @pytest.mark.parametrize("cell_dtype", [SCALED, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 def test_answers_are_those_of_a_cpu_whose_cells_are_rounded_alike(name: str, cell_dtype: torch.dtype) -> None:
     model = tiny_model(name)
-    num_tokens = 24
+    num_tokens = 4 if INTERPRETED else 24
     draw = np.random.default_rng(0)
     requests = [
         Request(draw.integers(0, 200, size=length), num_tokens, SamplingParams(temperature=0.0), n=n)
         for length, n in ((5, 1), (40, 2), (1, 1), (17, 1))
     ]
     expected = Rig(torch_executor(model, cell_dtype=cell_dtype)).answer(requests)
-    assert expected != Rig(torch_executor(model)).answer(requests) or cell_dtype != SCALED
+    if cell_dtype == SCALED and not INTERPRETED:  # so few tokens may be the same
+        assert expected != Rig(torch_executor(model)).answer(requests)
     executor = cuda_executor(model, cell_dtype=cell_dtype, captured_widths=(8, 32))
     assert Rig(executor, depth=2).answer(requests) == expected

@@ -22,6 +22,7 @@ from worker.cuda.cell_scales import head_scales
 from worker.cuda.decode_parts import arrives_last, combined, combined_pieces, leave_part, splits_used
 from worker.cuda.decode_plan import ITEM_WORDS
 from worker.cuda.decode_scaled import older_scaled_cells
+from worker.cuda.e4m3 import as_e4m3
 
 LOG2_E = 1.4426950408889634
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
@@ -81,11 +82,11 @@ def _new_token(
 
 
 @triton.jit
-def _stored(x, into, scale_into, mask, is_mine, SCALED: tl.constexpr):
+def _stored(x, into, scale_into, mask, is_mine, SCALED: tl.constexpr, NATIVE: tl.constexpr):
     """A head [1, dims] in fp32 into its row, if it `is_mine`; returns what readers will find there."""
     if SCALED:
         scale = head_scales(tl.max(tl.abs(x), axis=1), tl.sum(x * 0.0, axis=1))
-        rounded = tl.div_rn(x, scale[:, None]).to(into.dtype.element_ty)
+        rounded = as_e4m3(tl.div_rn(x, scale[:, None]), NATIVE)
         tl.store(into, rounded, mask=mask)
         tl.store(scale_into + tl.arange(0, 1), scale, mask=is_mine)
         return rounded.to(tl.float16).to(tl.float32) * scale[:, None]
@@ -217,8 +218,8 @@ def attention_kernel(
     first = split == 0
     row_at = new_cell * CELL + kv_head * D
     scale_at = new_cell * SCALE_STRIDE + SCALES_AT + kv_head
-    k = _stored(k, k_pool + row_at + dims, k_scales + scale_at, valid & first, first, SCALED)
-    v = _stored(v, v_pool + row_at + dims, v_scales + scale_at, valid & first, first, SCALED)
+    k = _stored(k, k_pool + row_at + dims, k_scales + scale_at, valid & first, first, SCALED, NATIVE)
+    v = _stored(v, v_pool + row_at + dims, v_scales + scale_at, valid & first, first, SCALED, NATIVE)
     q = q.to(out.dtype.element_ty)
     new = tl.sum(q.to(tl.float32) * k, axis=1) * scale
     largest = tl.where(first, new, float("-inf"))

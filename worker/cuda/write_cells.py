@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.cuda.cell_scales import head_scales, row_constants
+from worker.cuda.e4m3 import as_e4m3
 
 
 def write_cells(key: Tensor, value: Tensor, new_cells: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -144,7 +145,7 @@ def _rotate_and_write(
         into = values + cell + (value_head * HEAD_DIM)[:, None] + dim
         is_value = is_there & (value_head >= 0)[:, None]
         if SCALED:
-            _store_scaled(into, value_scales + scale_at + value_head, low, high, is_value, HALF)
+            _store_scaled(into, value_scales + scale_at + value_head, low, high, is_value, HALF, NATIVE)
         else:
             tl.store(into, low, mask=is_value)
             tl.store(into + HALF, high, mask=is_value)
@@ -169,20 +170,20 @@ def _rotate_and_write(
             into = keys + cell + (key_head * HEAD_DIM)[:, None] + dim
             is_key = is_there & ((key_head >= 0) & (key_head < NUM_KV_HEADS))[:, None]
             if SCALED:
-                _store_scaled(into, key_scales + scale_at + key_head, first_half, second_half, is_key, HALF)
+                _store_scaled(into, key_scales + scale_at + key_head, first_half, second_half, is_key, HALF, NATIVE)
             else:
                 tl.store(into, first_half.to(keys.dtype.element_ty), mask=is_key)
                 tl.store(into + HALF, second_half.to(keys.dtype.element_ty), mask=is_key)
 
 
 @triton.jit
-def _store_scaled(into, scales, low, high, is_head, HALF: tl.constexpr):
+def _store_scaled(into, scales, low, high, is_head, HALF: tl.constexpr, NATIVE: tl.constexpr):
     """Heads [n, 2 halves] as bytes at `into`, and their scales [n]."""
     x, y = tl.where(is_head, low, 0.0).to(tl.float32), tl.where(is_head, high, 0.0).to(tl.float32)
     largest = tl.max(tl.maximum(tl.abs(x), tl.abs(y)), axis=1)
     scale = head_scales(largest, tl.sum(x * 0.0 + y * 0.0, axis=1))
-    tl.store(into, tl.div_rn(x, scale[:, None]).to(into.dtype.element_ty), mask=is_head)
-    tl.store(into + HALF, tl.div_rn(y, scale[:, None]).to(into.dtype.element_ty), mask=is_head)
+    tl.store(into, as_e4m3(tl.div_rn(x, scale[:, None]), NATIVE), mask=is_head)
+    tl.store(into + HALF, as_e4m3(tl.div_rn(y, scale[:, None]), NATIVE), mask=is_head)
     tl.store(scales, scale, mask=tl.max(is_head.to(tl.int32), axis=1) > 0)
 
 
