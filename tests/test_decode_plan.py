@@ -62,7 +62,7 @@ def test_tiles_divide_every_matrix_and_fit_shared_memory(name: str, width: int) 
         if plan.gemv is not None:
             tile = getattr(plan.gemv, linear)
             assert n % tile.columns == 0
-            assert k % tile.depth == 0
+            assert k % tile.depth == 0 or shape.bits is not None, "packed ones have zeros behind K"
         if plan.linear is not None:
             tile = getattr(plan.linear, linear)
             assert n % tile.columns == 0

@@ -54,19 +54,34 @@ def test_shapes_that_the_kernel_does_not_take_are_multiplied_alike(pack: Pack) -
         assert error(3, num_columns, depth, pack) < MOST_ERROR
 
 
+def lone_product(x: Tensor, matrix: PackedMatrix, tile: GemvTile) -> Tensor:
+    """float32 [N], by the kernel that adds to the residual, which is none here."""
+    residual, norm, scaled = (torch.zeros(len(matrix), dtype=torch.float32, device=DEVICE) for _ in range(3))
+    sums = torch.zeros(len(matrix) // tile.columns, dtype=torch.float32, device=DEVICE)
+    residual_gemv(x, matrix, residual, norm, scaled, sums, tile, {"PDL": False, "num_warps": tile.warps})
+    return residual
+
+
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4])
+@pytest.mark.parametrize(("depth", "columns", "warps"), [(512, 8, 1), (1536, 16, 1), (2560, 8, 2), (1024, 16, 4)])
+def test_a_lone_row_is_multiplied_with_the_values_whatever_the_tile(
+    depth: int, columns: int, warps: int, pack: Pack
+) -> None:
+    torch.manual_seed(depth)
+    matrix = pack(torch.randn(32, depth, device=DEVICE).to(DTYPE))
+    x = torch.randn(depth, device=DEVICE).to(DTYPE)
+    found = lone_product(x, matrix, GemvTile(columns, warps * 32 * 128 // matrix.bits, warps))
+    expected = matrix.values().double() @ x.double()
+    # x as integers of 16 bits; the values themselves are not rounded to x's type here.
+    assert float((found.double() - expected).norm() / expected.norm()) < (1e-4 if INTERPRETED else 5e-3)
+
+
 @pytest.mark.parametrize("fault", [float("nan"), float("inf")])
 @pytest.mark.parametrize("pack", [pack_int8, pack_int4])
 def test_what_is_no_number_shows_in_every_product_of_a_lone_row(pack: Pack, fault: float) -> None:
     torch.manual_seed(0)
     matrix, x = pack(torch.randn(16, 1024, device=DEVICE).to(DTYPE)), torch.randn(1024, device=DEVICE).to(DTYPE)
-    launch = {"PDL": False, "num_warps": 2, "num_stages": 2}
-
-    def product() -> Tensor:
-        residual, norm, scaled = (torch.ones(16, dtype=DTYPE, device=DEVICE) for _ in range(3))
-        sums = torch.zeros(2, dtype=torch.float32, device=DEVICE)
-        residual_gemv(x, matrix, residual, norm, scaled, sums, GemvTile(8, 1024, 2), launch)
-        return residual
-
-    assert product().isfinite().all()
+    tile = GemvTile(8, 2048, 2)
+    assert lone_product(x, matrix, tile).isfinite().all()
     x[700] = fault
-    assert not product().isfinite().any()
+    assert not lone_product(x, matrix, tile).isfinite().any()

@@ -63,61 +63,111 @@ def as_bytes(x0, x1, x2, x3, factor, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def nibble_dots(words, low_even, high_even, low_odd, high_odd, NATIVE: tl.constexpr):
-    """int32: each word's eight unsigned codes times the integers of `as_bytes`, of which the even places come first."""
-    even = _dot(words & _NIBBLES, low_even, high_even, False, NATIVE)
-    return even + _dot((words >> 4) & _NIBBLES, low_odd, high_odd, False, NATIVE)
-
-
-@triton.jit
-def byte_dots(words, low, high, NATIVE: tl.constexpr):
-    """int32: each word's four signed codes times the integers of `as_bytes`."""
-    return _dot(words, low, high, True, NATIVE)
-
-
-@triton.jit
-def _dot(codes, low, high, SIGNED: tl.constexpr, NATIVE: tl.constexpr):
-    """Four bytes times four integers of 16 bits, exactly: two four-way products of bytes."""
-    if NATIVE and SIGNED:
+def nibble_dots(w0, w1, w2, w3, x, NATIVE: tl.constexpr):
+    """int32: the 32 unsigned codes of four words times the integers of `as_bytes`, of which x has four tensors of low
+    bytes and four of high ones for the even places, and as many for the odd ones."""
+    if NATIVE:
         dot = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 of_high, of_low;
-            dp4a.s32.s32 of_high, $1, $3, 0;
-            dp4a.s32.u32 of_low, $1, $2, 0;
-            mad.lo.s32 $0, of_high, 256, of_low;
+            .reg .b32 even, odd, low, high;
+            and.b32 even, $1, 0x0F0F0F0F;
+            dp4a.u32.u32 low, even, $5, 0;
+            dp4a.u32.s32 high, even, $9, 0;
+            shr.u32 odd, $1, 4;
+            and.b32 odd, odd, 0x0F0F0F0F;
+            dp4a.u32.u32 low, odd, $13, low;
+            dp4a.u32.s32 high, odd, $17, high;
+            and.b32 even, $2, 0x0F0F0F0F;
+            dp4a.u32.u32 low, even, $6, low;
+            dp4a.u32.s32 high, even, $10, high;
+            shr.u32 odd, $2, 4;
+            and.b32 odd, odd, 0x0F0F0F0F;
+            dp4a.u32.u32 low, odd, $14, low;
+            dp4a.u32.s32 high, odd, $18, high;
+            and.b32 even, $3, 0x0F0F0F0F;
+            dp4a.u32.u32 low, even, $7, low;
+            dp4a.u32.s32 high, even, $11, high;
+            shr.u32 odd, $3, 4;
+            and.b32 odd, odd, 0x0F0F0F0F;
+            dp4a.u32.u32 low, odd, $15, low;
+            dp4a.u32.s32 high, odd, $19, high;
+            and.b32 even, $4, 0x0F0F0F0F;
+            dp4a.u32.u32 low, even, $8, low;
+            dp4a.u32.s32 high, even, $12, high;
+            shr.u32 odd, $4, 4;
+            and.b32 odd, odd, 0x0F0F0F0F;
+            dp4a.u32.u32 low, odd, $16, low;
+            dp4a.u32.s32 high, odd, $20, high;
+            mad.lo.s32 $0, high, 256, low;
             }
             """,
-            "=r,r,r,r",
-            [codes, low, high],
+            "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [
+                w0, w1, w2, w3,
+                x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7],
+                x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15],
+            ],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
-        )
-    elif NATIVE:
+        )  # fmt: skip
+    else:
+        dot = _plain_dot(w0 & _NIBBLES, x[0], x[4], False)
+        dot += _plain_dot((w0 >> 4) & _NIBBLES, x[8], x[12], False)
+        dot += _plain_dot(w1 & _NIBBLES, x[1], x[5], False)
+        dot += _plain_dot((w1 >> 4) & _NIBBLES, x[9], x[13], False)
+        dot += _plain_dot(w2 & _NIBBLES, x[2], x[6], False)
+        dot += _plain_dot((w2 >> 4) & _NIBBLES, x[10], x[14], False)
+        dot += _plain_dot(w3 & _NIBBLES, x[3], x[7], False)
+        dot += _plain_dot((w3 >> 4) & _NIBBLES, x[11], x[15], False)
+    return dot
+
+
+@triton.jit
+def byte_dots(w0, w1, w2, w3, x, NATIVE: tl.constexpr):
+    """int32: the 16 signed codes of four words times the integers of `as_bytes`, of which x has four tensors of low
+    bytes and four of high ones."""
+    if NATIVE:
         dot = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 of_high, of_low;
-            dp4a.u32.s32 of_high, $1, $3, 0;
-            dp4a.u32.u32 of_low, $1, $2, 0;
+            .reg .b32 of_low, of_high;
+            dp4a.s32.u32 of_low, $1, $5, 0;
+            dp4a.s32.s32 of_high, $1, $9, 0;
+            dp4a.s32.u32 of_low, $2, $6, of_low;
+            dp4a.s32.s32 of_high, $2, $10, of_high;
+            dp4a.s32.u32 of_low, $3, $7, of_low;
+            dp4a.s32.s32 of_high, $3, $11, of_high;
+            dp4a.s32.u32 of_low, $4, $8, of_low;
+            dp4a.s32.s32 of_high, $4, $12, of_high;
             mad.lo.s32 $0, of_high, 256, of_low;
             }
             """,
-            "=r,r,r,r",
-            [codes, low, high],
+            "=r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [w0, w1, w2, w3, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
         )
     else:
-        dot = codes * 0
-        for byte in tl.static_range(4):
-            value = ((high << (24 - 8 * byte)) >> 24) * 256 + ((low >> (8 * byte)) & 255)
-            code = (codes >> (8 * byte)) & 255
-            if SIGNED:
-                code = (code << 24) >> 24
-            dot += code * value
+        dot = _plain_dot(w0, x[0], x[4], True)
+        dot += _plain_dot(w1, x[1], x[5], True)
+        dot += _plain_dot(w2, x[2], x[6], True)
+        dot += _plain_dot(w3, x[3], x[7], True)
+    return dot
+
+
+@triton.jit
+def _plain_dot(codes, low, high, SIGNED: tl.constexpr):
+    """Four bytes times four integers of 16 bits."""
+    dot = codes * 0
+    for byte in tl.static_range(4):
+        value = ((high << (24 - 8 * byte)) >> 24) * 256 + ((low >> (8 * byte)) & 255)
+        code = (codes >> (8 * byte)) & 255
+        if SIGNED:
+            code = (code << 24) >> 24
+        dot += code * value
     return dot
 
 

@@ -3,12 +3,13 @@
 As `worker.cuda.gemv`, whose launches, norms and sums these kernels share; what differs is how cheap a weight must be.
 At half or a quarter of the bytes there is no time to turn every code into a float, so the sums are of integers: what a
 thread's codes meet of x becomes integers of 16 bits, with a scale of their own, which is finer than x was rounded to;
-four-way products of bytes then take one code and a half an instruction, exactly. (llama.cpp multiplies codes by an x of
-8 bits in this way.) All columns of a program share what is made of x. How codes lie is `worker.cuda.packed`'s business.
+four-way products of bytes then take two codes an instruction, exactly. (llama.cpp multiplies codes by an x of 8 bits in
+this way.) All columns of a program share what is made of x, which costs as much as several of them. How codes lie is
+`worker.cuda.packed`'s business.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, SIM108
 
 from __future__ import annotations
 
@@ -18,107 +19,116 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from worker.cuda.packed_codes import CODE_OFFSET, LOAD_WORDS, as_bytes, byte_dots, nibble_dots, scale_and_base
 
-COLUMNS = tl.constexpr(8)
 # The largest of a load's values becomes this; so that no other rounds to more than 2^15 - 1.
 _LARGEST = tl.constexpr(32767.0)
 
 
 @triton.jit
-def _each_load(values, WORDS: tl.constexpr):
-    """What one thread loaded at once, a row each: [WORDS / 4, 4]."""
-    return tl.reshape(values, (WORDS // LOAD_WORDS, LOAD_WORDS))
+def _load(base, at, SIZE: tl.constexpr, PARTLY: tl.constexpr):
+    """base[at], with zeros from SIZE on; what lies within is not checked unless `PARTLY`."""
+    if PARTLY:
+        found = tl.load(base + at, mask=at < SIZE, other=0)
+    else:
+        found = tl.load(base + at)
+    return found
 
 
 @triton.jit
-def _neighbours(x, start, PLACE: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr):
+def _quarters(values, LOADS: tl.constexpr):
+    """Four tensors [LOADS]: what belongs to the first word of each load, to the second, and so on."""
+    first, second = tl.split(tl.reshape(values, (LOADS, 2, 2)))
+    w0, w2 = tl.split(first)
+    w1, w3 = tl.split(second)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _neighbours(x, START: tl.constexpr, PLACE: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr):
     """float32 [WORDS] twice: what a word's low and its high half meet of x in their place of that number."""
     word = tl.arange(0, WORDS)
-    pairs = start // 2 + word // LOAD_WORDS * (LOAD_WORDS * 16 // BITS) + PLACE * 4 + word % LOAD_WORDS
+    pairs = START // 2 + word // LOAD_WORDS * (LOAD_WORDS * 16 // BITS) + PLACE * 4 + word % LOAD_WORDS
     if x.dtype.element_ty == tl.bfloat16:  # both at once
-        pair = tl.load(x.to(tl.pointer_type(tl.int32)) + pairs)
+        pair = _load(x.to(tl.pointer_type(tl.int32)), pairs, K // 2, START * BITS // 32 + WORDS > K * BITS // 32)
         low, high = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
     else:
-        low, high = tl.load(x + pairs * 2).to(tl.float32), tl.load(x + pairs * 2 + 1).to(tl.float32)
+        low = tl.load(x + pairs * 2, mask=pairs < K // 2, other=0.0).to(tl.float32)
+        high = tl.load(x + pairs * 2 + 1, mask=pairs < K // 2, other=0.0).to(tl.float32)
     return low, high
 
 
 @triton.jit
-def _part_of_x(x, start, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
-    """What columns share of x from `start` on: its integers' low and high bytes, as they meet the codes in even and in
-    odd places (of eight bits, the same twice); for each load, what one of these integers is worth, and the sum of x."""
+def _part_of_x(x, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
+    """What columns share of x from START on, eighteen tensors [DEPTH * BITS / 128]: of its integers the low and then
+    the high bytes, a quarter each, as they meet the codes in even and then in odd places (of eight bits, the same
+    twice); for each load, what one of these integers is worth, and the sum of x."""
     WORDS: tl.constexpr = DEPTH * BITS // 32
-    x0, y0 = _neighbours(x, start, 0, WORDS, BITS)
-    x1, y1 = _neighbours(x, start, 1, WORDS, BITS)
+    LOADS: tl.constexpr = WORDS // LOAD_WORDS
+    x0, y0 = _neighbours(x, START, 0, K, WORDS, BITS)
+    x1, y1 = _neighbours(x, START, 1, K, WORDS, BITS)
     largest = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(y0)), tl.maximum(tl.abs(x1), tl.abs(y1)))
     total = (x0 + y0) + (x1 + y1)
     if BITS == 4:
-        x2, y2 = _neighbours(x, start, 2, WORDS, BITS)
-        x3, y3 = _neighbours(x, start, 3, WORDS, BITS)
+        x2, y2 = _neighbours(x, START, 2, K, WORDS, BITS)
+        x3, y3 = _neighbours(x, START, 3, K, WORDS, BITS)
         others = tl.maximum(tl.maximum(tl.abs(x2), tl.abs(y2)), tl.maximum(tl.abs(x3), tl.abs(y3)))
         largest = tl.maximum(largest, others)
         total += (x2 + y2) + (x3 + y3)
     # Integers know no NaN: where x has one, what they are worth is infinite, so that it shows in every product.
     largest = tl.where(total != total, float("inf"), largest)
-    most = tl.maximum(tl.max(_each_load(largest, WORDS), axis=1), 1e-30)
+    most = tl.maximum(tl.max(tl.reshape(largest, (LOADS, LOAD_WORDS)), axis=1), 1e-30)
     factor = _LARGEST / most
-    spread = tl.reshape(tl.broadcast_to(factor[:, None], (WORDS // LOAD_WORDS, LOAD_WORDS)), (WORDS,))
+    spread = tl.reshape(tl.broadcast_to(factor[:, None], (LOADS, LOAD_WORDS)), (WORDS,))
     if BITS == 4:
         low_even, high_even = as_bytes(x0, x2, y0, y2, spread, NATIVE)
         low_odd, high_odd = as_bytes(x1, x3, y1, y3, spread, NATIVE)
     else:
         low_even, high_even = as_bytes(x0, x1, y0, y1, spread, NATIVE)
         low_odd, high_odd = low_even, high_even
-    total = tl.sum(_each_load(total, WORDS), axis=1)
-    return low_even, high_even, low_odd, high_odd, most / _LARGEST, total
+    total = tl.sum(tl.reshape(total, (LOADS, LOAD_WORDS)), axis=1)
+    even = _quarters(low_even, LOADS) + _quarters(high_even, LOADS)
+    odd = _quarters(low_odd, LOADS) + _quarters(high_odd, LOADS)
+    return even + odd + (most / _LARGEST, total)
 
 
 @triton.jit
-def _codes(codes, column, start, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr):
-    return tl.load(codes + column * (K * BITS // 32) + start * BITS // 32 + tl.arange(0, DEPTH * BITS // 32))
+def _codes(codes, column, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr):
+    at = START * BITS // 32 + tl.arange(0, DEPTH * BITS // 32)
+    return _load(codes + column * (K * BITS // 32), at, K * BITS // 32, START + DEPTH > K)
+
+
+@triton.jit
+def _with_codes(columns, codes, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr):
+    """Pairs of a column and its codes from START on."""
+    return [(column, _codes(codes, column, START, K, DEPTH, BITS)) for column in columns]
 
 
 @triton.jit
 def _dots(
-    part, words, scales, column, start,
-    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
+    part, words, scales, column,
+    START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """A column's products with a part of x, summed over each load: [DEPTH * BITS / 128]. Of eight bits they lack the
     column's scale."""
-    low_even, high_even, low_odd, high_odd, worth, total = part
-    WORDS: tl.constexpr = DEPTH * BITS // 32
+    worth, total = part[16], part[17]
+    w0, w1, w2, w3 = _quarters(words, DEPTH * BITS // 128)
     if BITS == 4:
-        dots = nibble_dots(words, low_even, high_even, low_odd, high_odd, NATIVE)
-        dots = tl.sum(_each_load(dots, WORDS), axis=1).to(tl.float32) * worth
-        scale, base = scale_and_base(tl.load(scales + column * (K // 32) + start // 32 + tl.arange(0, DEPTH // 32)))
+        dots = nibble_dots(w0, w1, w2, w3, part, NATIVE).to(tl.float32) * worth
+        groups = START // 32 + tl.arange(0, DEPTH // 32)
+        scale, base = scale_and_base(_load(scales + column * (K // 32), groups, K // 32, START + DEPTH > K))
         dots = dots * scale + total * (base + CODE_OFFSET * scale)
     else:
-        dots = byte_dots(words, low_even, high_even, NATIVE)
-        dots = tl.sum(_each_load(dots, WORDS), axis=1).to(tl.float32) * worth
+        dots = byte_dots(w0, w1, w2, w3, part, NATIVE).to(tl.float32) * worth
     return dots
 
 
 @triton.jit
-def _four_dots(
-    sums, part, words, scales, columns, start,
-    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """`sums` of four columns and what they have from `start` on."""
-    return (
-        sums[0] + _dots(part, words[0], scales, columns[0], start, K, DEPTH, BITS, NATIVE),
-        sums[1] + _dots(part, words[1], scales, columns[1], start, K, DEPTH, BITS, NATIVE),
-        sums[2] + _dots(part, words[2], scales, columns[2], start, K, DEPTH, BITS, NATIVE),
-        sums[3] + _dots(part, words[3], scales, columns[3], start, K, DEPTH, BITS, NATIVE),
-    )
-
-
-@triton.jit
-def _four_codes(codes, columns, start, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr):
-    return (
-        _codes(codes, columns[0], start, K, DEPTH, BITS),
-        _codes(codes, columns[1], start, K, DEPTH, BITS),
-        _codes(codes, columns[2], start, K, DEPTH, BITS),
-        _codes(codes, columns[3], start, K, DEPTH, BITS),
-    )
+def _columns(column, other, COLUMNS: tl.constexpr):
+    """COLUMNS of them, 8 or 16: half from `column` on, and half from `other` on."""
+    if COLUMNS == 16:
+        found = _four_from(column) + _four_from(column + 4) + _four_from(other) + _four_from(other + 4)
+    else:
+        found = _four_from(column) + _four_from(other)
+    return found
 
 
 @triton.jit
@@ -127,32 +137,41 @@ def _four_from(column):
 
 
 @triton.jit
-def _all_sums(a, b):
-    """[8]: the sums over all threads of four columns and four others, in order. One exchange between warps for all."""
-    even = tl.join(tl.join(a[0], b[0]), tl.join(a[2], b[2]))
-    odd = tl.join(tl.join(a[1], b[1]), tl.join(a[3], b[3]))
-    return tl.reshape(tl.sum(tl.join(even, odd), axis=0), (8,))
+def _sums(
+    x, first, codes, scales, columns,
+    K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """[COLUMNS]: x [K] times the columns, whose codes of the first DEPTH were loaded already. Of eight bits they lack
+    the columns' scales. One exchange between warps for all."""
+    part = _part_of_x(x, 0, K, DEPTH, BITS, NATIVE)
+    sums = [_dots(part, each[1], scales, each[0], 0, K, DEPTH, BITS, NATIVE) for each in first]
+    for start in tl.static_range(DEPTH, K, DEPTH):
+        part = _part_of_x(x, start, K, DEPTH, BITS, NATIVE)
+        more = _with_codes(columns, codes, start, K, DEPTH, BITS)
+        dots = [_dots(part, each[1], scales, each[0], start, K, DEPTH, BITS, NATIVE) for each in more]
+        sums = _added(sums, dots, COLUMNS)
+    return _over_threads(sums, COLUMNS)
 
 
 @triton.jit
-def _eight(
-    x, first, second, codes, scales, columns, others,
-    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """[8]: x [K] times four columns and four others, of which the codes `first` and `second` of the first DEPTH were
-    loaded already. Of eight bits they lack the columns' scales."""
-    part = _part_of_x(x, 0, DEPTH, BITS, NATIVE)
-    none = tl.zeros([DEPTH * BITS // 128], tl.float32)
-    zeros = (none, none, none, none)
-    a = _four_dots(zeros, part, first, scales, columns, 0, K, DEPTH, BITS, NATIVE)
-    b = _four_dots(zeros, part, second, scales, others, 0, K, DEPTH, BITS, NATIVE)
-    for start in tl.static_range(DEPTH, K, DEPTH):
-        part = _part_of_x(x, start, DEPTH, BITS, NATIVE)
-        words = _four_codes(codes, columns, start, K, DEPTH, BITS)
-        a = _four_dots(a, part, words, scales, columns, start, K, DEPTH, BITS, NATIVE)
-        words = _four_codes(codes, others, start, K, DEPTH, BITS)
-        b = _four_dots(b, part, words, scales, others, start, K, DEPTH, BITS, NATIVE)
-    return _all_sums(a, b)
+def _added(a, b, COLUMNS: tl.constexpr):
+    if COLUMNS == 16:
+        both = [a[i] + b[i] for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)]
+    else:
+        both = [a[i] + b[i] for i in (0, 1, 2, 3, 4, 5, 6, 7)]
+    return both
+
+
+@triton.jit
+def _over_threads(sums, COLUMNS: tl.constexpr):
+    """[COLUMNS]: each of so many tensors summed."""
+    if COLUMNS == 16:
+        eight = [tl.join(sums[i], sums[i + 8]) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
+    else:
+        eight = sums
+    four = [tl.join(eight[i], eight[i + 4]) for i in (0, 1, 2, 3)]
+    joined = tl.join(tl.join(four[0], four[2]), tl.join(four[1], four[3]))
+    return tl.reshape(tl.sum(joined, axis=0), (COLUMNS,))
 
 
 @triton.jit
@@ -166,19 +185,20 @@ def _root_mean_square(sums, num_sums, eps, K: tl.constexpr, MAX_SUMS: tl.constex
 @triton.jit(do_not_specialize=["num_sums"])
 def packed_normed_gemv_kernel(
     x, sums, codes, scales, out, num_sums, eps,
-    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, MAX_SUMS: tl.constexpr,
-    NATIVE: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, MAX_SUMS: tl.constexpr,
+    NATIVE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [N] fp32 = norm(x) @ w.T, where x is the scaled residual that the kernel before wrote."""
+    if PDL and EARLY:
+        gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS
-    columns, others = _four_from(column), _four_from(column + 4)
-    first = _four_codes(codes, columns, 0, K, DEPTH, BITS)
-    second = _four_codes(codes, others, 0, K, DEPTH, BITS)
+    columns = _columns(column, column + COLUMNS // 2, COLUMNS)
+    first = _with_codes(columns, codes, 0, K, DEPTH, BITS)
     if PDL:
         gdc_wait()
     norm = _root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
-    result = _eight(x, first, second, codes, scales, columns, others, K, DEPTH, BITS, NATIVE)
-    if PDL:
+    result = _sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
+    if PDL and not EARLY:
         gdc_launch_dependents()
     at = column + tl.arange(0, COLUMNS)
     tl.store(out + at, result * norm * _column_scales(scales, at, BITS))
@@ -187,22 +207,24 @@ def packed_normed_gemv_kernel(
 @triton.jit(do_not_specialize=["num_sums"])
 def packed_gate_up_gemv_kernel(
     x, sums, codes, scales, out, num_sums, eps,
-    N: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, MAX_SUMS: tl.constexpr,
-    NATIVE: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr,
+    MAX_SUMS: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [N] = silu(gate) * up of norm(x); the matrix is [2 N, K], the gate's rows first. Four of each a program."""
-    column = tl.program_id(0) * 4
-    columns, others = _four_from(column), _four_from(column + N)
-    first = _four_codes(codes, columns, 0, K, DEPTH, BITS)
-    second = _four_codes(codes, others, 0, K, DEPTH, BITS)
+    """out [N] = silu(gate) * up of norm(x); the matrix is [2 N, K], the gate's rows first. COLUMNS are
+    of both together."""
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    column = tl.program_id(0) * (COLUMNS // 2)
+    columns = _columns(column, column + N, COLUMNS)
+    first = _with_codes(columns, codes, 0, K, DEPTH, BITS)
     if PDL:
         gdc_wait()
     norm = _root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
-    result = _eight(x, first, second, codes, scales, columns, others, K, DEPTH, BITS, NATIVE)
-    if PDL:
+    result = _sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
+    if PDL and not EARLY:
         gdc_launch_dependents()
-    at = column + tl.arange(0, 4)
-    gate, up = tl.split(tl.trans(tl.reshape(result, (2, 4))))
+    at = column + tl.arange(0, COLUMNS // 2)
+    gate, up = tl.split(tl.trans(tl.reshape(result, (2, COLUMNS // 2))))
     gate *= norm * _column_scales(scales, at, BITS)
     up *= norm * _column_scales(scales, at + N, BITS)
     tl.store(out + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty))
@@ -211,20 +233,22 @@ def packed_gate_up_gemv_kernel(
 @triton.jit
 def packed_residual_gemv_kernel(
     x, codes, scales, residual, norm_weight, scaled, sums,
-    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """residual [N] += x @ w.T in place; scaled = residual * norm_weight; sums gets one partial sum of squares a
     program, at the program's index."""
+    if PDL and EARLY:
+        gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS
-    columns, others = _four_from(column), _four_from(column + 4)
-    first = _four_codes(codes, columns, 0, K, DEPTH, BITS)
-    second = _four_codes(codes, others, 0, K, DEPTH, BITS)
+    columns = _columns(column, column + COLUMNS // 2, COLUMNS)
+    first = _with_codes(columns, codes, 0, K, DEPTH, BITS)
     if PDL:
         gdc_wait()
     at = column + tl.arange(0, COLUMNS)
     before = tl.load(residual + at).to(tl.float32)
-    result = _eight(x, first, second, codes, scales, columns, others, K, DEPTH, BITS, NATIVE)
-    if PDL:
+    result = _sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
+    if PDL and not EARLY:
         gdc_launch_dependents()
     after = (before + result * _column_scales(scales, at, BITS)).to(residual.dtype.element_ty)
     tl.store(residual + at, after)

@@ -17,6 +17,8 @@ _LEAST_DEPTH = 64
 # cut, at most into so many parts.
 _PROGRAMS = 3 * 132
 _MAX_SPLITS = 8
+# Of one row: so many that they come in several waves, whatever they hold.
+_MANY_PROGRAMS = 8 * 132
 
 
 def product_tile(bits: int, num_rows: int, num_columns: int, depth: int) -> LinearTile | None:
@@ -62,17 +64,22 @@ def packed_linear_tiles(
 
 
 def packed_gemv_tiles(shape: DecodeShape, bits: int, head: GemvTile) -> GemvTiles | None:
-    """As many warps as K can be cut for, of whose threads each loads 16 bytes. `head` is plain."""
-
-    def tile(n: int, k: int, columns: int) -> GemvTile | None:
-        a_warp = 32 * 128 // bits
-        warps = next((warps for warps in (4, 2, 1) if k % (warps * a_warp) == 0), None)
-        return None if warps is None or n % columns else GemvTile(columns, warps * a_warp, warps)
-
-    qkv = tile(shape.qkv_columns, shape.hidden, 8)
-    o = tile(shape.hidden, shape.query_columns, 8)
-    gate_up = tile(shape.ffn, shape.hidden, 4)
-    down = tile(shape.hidden, shape.ffn, 8)
-    if qkv is None or o is None or gate_up is None or down is None:
+    """`head` is plain. A program of gate and up has half of its columns of either."""
+    qkv = gemv_tile(bits, shape.qkv_columns, shape.hidden)
+    o = gemv_tile(bits, shape.hidden, shape.query_columns)
+    gate_up = gemv_tile(bits, 2 * shape.ffn, shape.hidden)
+    down = gemv_tile(bits, shape.hidden, shape.ffn)
+    if qkv is None or o is None or gate_up is None or down is None or shape.ffn % (gate_up.columns // 2):
         return None
-    return GemvTiles(qkv, o, gate_up, down, head)
+    return GemvTiles(qkv, o, replace(gate_up, columns=gate_up.columns // 2), down, head)
+
+
+def gemv_tile(bits: int, num_columns: int, depth: int) -> GemvTile | None:
+    """How one row is multiplied with a matrix [num_columns, depth]: 8 columns share what is made of x, or 16 where
+    there are enough of them for all multiprocessors; then fewer warps have more of K each, and less to exchange."""
+    columns = 16 if num_columns % 16 == 0 and num_columns // 16 >= _MANY_PROGRAMS else 8
+    of_a_warp = 32 * 128 // bits  # a thread loads 16 bytes
+    warps = 2 if columns == 16 and bits == 4 else 4
+    while warps > 1 and warps // 2 * of_a_warp >= depth:
+        warps //= 2
+    return None if num_columns % columns else GemvTile(columns, warps * of_a_warp, warps)
