@@ -100,10 +100,10 @@ def test_columns_that_make_no_whole_groups_are_refused_with_the_numbers() -> Non
     assert e.value.param == "quantization"
 
 
-def test_a_large_model_runs_its_own_kernels_up_to_64_rows() -> None:
-    chains = {width: plan_decode(LLAMA_8B, width, hopper=True).chain for width in (1, 2, 16, 64, 128)}
+def test_a_large_model_runs_its_own_kernels_up_to_256_rows() -> None:
+    chains = {width: plan_decode(LLAMA_8B, width, hopper=True).chain for width in (1, 2, 64, 256, 257)}
     assert chains == {
-        1: Chain.GEMV, 2: Chain.SPLIT_K, 16: Chain.SPLIT_K, 64: Chain.SPLIT_K, 128: Chain.LIBRARY,
+        1: Chain.GEMV, 2: Chain.SPLIT_K, 64: Chain.SPLIT_K, 256: Chain.SPLIT_K, 257: Chain.LIBRARY,
     }  # fmt: skip
 
 
@@ -115,4 +115,4 @@ def test_narrow_matrices_are_cut_along_k_until_the_device_is_busy() -> None:
     assert (narrow.rows, narrow.depth, narrow.splits) == (16, 128, 8)
     assert (wide.rows, wide.depth, wide.splits) == (32, 128, 2)
     assert (odd.rows, odd.columns, odd.splits) == (64, 64, 1)
-    assert product_tile(8, 65, 1024, 4096) is None
+    assert product_tile(8, 257, 1024, 4096) is None

@@ -15,7 +15,7 @@ import torch
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.fp8_tiles import fp8_linear_tiles
 from worker.cuda.launch import launch_options
-from worker.cuda.packed_tiles import packed_gemv_tiles, packed_linear_tiles
+from worker.cuda.packed_tiles import MOST_ROWS, packed_gemv_tiles, packed_linear_tiles
 from worker.cuda.tiles import GemvTile, GemvTiles, LinearTile, LinearTiles
 
 ITEM_WORDS = 8
@@ -106,7 +106,7 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     # The fast kernels index a weight with 32 bits.
     if not hopper or shape.dtype is not torch.bfloat16 or shape.mlp_bias or largest >= 2**31:
         return DecodePlan(width, Chain.LIBRARY, attention)
-    widest = 256 if small and shape.bits is None else 64
+    widest = MOST_ROWS if shape.bits is not None else 256 if small else 64
     if width == 1 and not shape.output_bias and (gemv := _gemvs(shape)) is not None:
         return DecodePlan(width, Chain.GEMV, attention, gemv=gemv, dependent_launch=True)
     if width <= widest and (plan := split_plan(shape, width)) is not None:

@@ -24,7 +24,6 @@ CODE_OFFSET = tl.constexpr(16.0)
 
 # 1.5 * 2^23: a float32 near it ends with its integer part in two's complement.
 _ROUND = tl.constexpr(12582912.0)
-_NIBBLES = tl.constexpr(0x0F0F0F0F)
 
 
 @triton.jit
@@ -63,7 +62,7 @@ def as_bytes(x0, x1, x2, x3, factor, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def nibble_dots(w0, w1, w2, w3, x, NATIVE: tl.constexpr):
+def nibble_dots(words, x, NATIVE: tl.constexpr):
     """int32: the 32 unsigned codes of four words times the integers of `as_bytes`, of which x has four tensors of low
     bytes and four of high ones for the even places, and as many for the odd ones."""
     if NATIVE:
@@ -104,7 +103,7 @@ def nibble_dots(w0, w1, w2, w3, x, NATIVE: tl.constexpr):
             """,
             "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
             [
-                w0, w1, w2, w3,
+                words[0], words[1], words[2], words[3],
                 x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7],
                 x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15],
             ],
@@ -113,19 +112,17 @@ def nibble_dots(w0, w1, w2, w3, x, NATIVE: tl.constexpr):
             pack=1,
         )  # fmt: skip
     else:
-        dot = _plain_dot(w0 & _NIBBLES, x[0], x[4], False)
-        dot += _plain_dot((w0 >> 4) & _NIBBLES, x[8], x[12], False)
-        dot += _plain_dot(w1 & _NIBBLES, x[1], x[5], False)
-        dot += _plain_dot((w1 >> 4) & _NIBBLES, x[9], x[13], False)
-        dot += _plain_dot(w2 & _NIBBLES, x[2], x[6], False)
-        dot += _plain_dot((w2 >> 4) & _NIBBLES, x[10], x[14], False)
-        dot += _plain_dot(w3 & _NIBBLES, x[3], x[7], False)
-        dot += _plain_dot((w3 >> 4) & _NIBBLES, x[11], x[15], False)
+        dot = words[0] * 0
+        for word in tl.static_range(4):
+            for byte in tl.static_range(4):
+                even, odd = (words[word] >> (8 * byte)) & 15, (words[word] >> (8 * byte + 4)) & 15
+                dot += even * (((x[word + 4] << (24 - 8 * byte)) >> 24) * 256 + ((x[word] >> (8 * byte)) & 255))
+                dot += odd * (((x[word + 12] << (24 - 8 * byte)) >> 24) * 256 + ((x[word + 8] >> (8 * byte)) & 255))
     return dot
 
 
 @triton.jit
-def byte_dots(w0, w1, w2, w3, x, NATIVE: tl.constexpr):
+def byte_dots(words, x, NATIVE: tl.constexpr):
     """int32: the 16 signed codes of four words times the integers of `as_bytes`, of which x has four tensors of low
     bytes and four of high ones."""
     if NATIVE:
@@ -145,29 +142,17 @@ def byte_dots(w0, w1, w2, w3, x, NATIVE: tl.constexpr):
             }
             """,
             "=r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [w0, w1, w2, w3, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
+            [words[0], words[1], words[2], words[3], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
         )
     else:
-        dot = _plain_dot(w0, x[0], x[4], True)
-        dot += _plain_dot(w1, x[1], x[5], True)
-        dot += _plain_dot(w2, x[2], x[6], True)
-        dot += _plain_dot(w3, x[3], x[7], True)
-    return dot
-
-
-@triton.jit
-def _plain_dot(codes, low, high, SIGNED: tl.constexpr):
-    """Four bytes times four integers of 16 bits."""
-    dot = codes * 0
-    for byte in tl.static_range(4):
-        value = ((high << (24 - 8 * byte)) >> 24) * 256 + ((low >> (8 * byte)) & 255)
-        code = (codes >> (8 * byte)) & 255
-        if SIGNED:
-            code = (code << 24) >> 24
-        dot += code * value
+        dot = words[0] * 0
+        for word in tl.static_range(4):
+            for byte in tl.static_range(4):
+                code = (words[word] << (24 - 8 * byte)) >> 24
+                dot += code * (((x[word + 4] << (24 - 8 * byte)) >> 24) * 256 + ((x[word] >> (8 * byte)) & 255))
     return dot
 
 

@@ -24,16 +24,6 @@ _LARGEST = tl.constexpr(32767.0)
 
 
 @triton.jit
-def _load(base, at, SIZE: tl.constexpr, PARTLY: tl.constexpr):
-    """base[at], with zeros from SIZE on; what lies within is not checked unless `PARTLY`."""
-    if PARTLY:
-        found = tl.load(base + at, mask=at < SIZE, other=0)
-    else:
-        found = tl.load(base + at)
-    return found
-
-
-@triton.jit
 def _quarters(values, LOADS: tl.constexpr):
     """Four tensors [LOADS]: what belongs to the first word of each load, to the second, and so on."""
     first, second = tl.split(tl.reshape(values, (LOADS, 2, 2)))
@@ -48,7 +38,7 @@ def _neighbours(x, START: tl.constexpr, PLACE: tl.constexpr, K: tl.constexpr, WO
     word = tl.arange(0, WORDS)
     pairs = START // 2 + word // LOAD_WORDS * (LOAD_WORDS * 16 // BITS) + PLACE * 4 + word % LOAD_WORDS
     if x.dtype.element_ty == tl.bfloat16:  # both at once
-        pair = _load(x.to(tl.pointer_type(tl.int32)), pairs, K // 2, START * BITS // 32 + WORDS > K * BITS // 32)
+        pair = tl.load(x.to(tl.pointer_type(tl.int32)) + pairs, mask=pairs < K // 2, other=0)
         low, high = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
     else:
         low = tl.load(x + pairs * 2, mask=pairs < K // 2, other=0.0).to(tl.float32)
@@ -93,7 +83,11 @@ def _part_of_x(x, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BIT
 @triton.jit
 def _codes(codes, column, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr):
     at = START * BITS // 32 + tl.arange(0, DEPTH * BITS // 32)
-    return _load(codes + column * (K * BITS // 32), at, K * BITS // 32, START + DEPTH > K)
+    if START + DEPTH > K:
+        words = tl.load(codes + column * (K * BITS // 32) + at, mask=at < K * BITS // 32, other=0)
+    else:
+        words = tl.load(codes + column * (K * BITS // 32) + at)
+    return words
 
 
 @triton.jit
@@ -110,14 +104,18 @@ def _dots(
     """A column's products with a part of x, summed over each load: [DEPTH * BITS / 128]. Of eight bits they lack the
     column's scale."""
     worth, total = part[16], part[17]
-    w0, w1, w2, w3 = _quarters(words, DEPTH * BITS // 128)
+    quarters = _quarters(words, DEPTH * BITS // 128)
     if BITS == 4:
-        dots = nibble_dots(w0, w1, w2, w3, part, NATIVE).to(tl.float32) * worth
+        dots = nibble_dots(quarters, part, NATIVE).to(tl.float32) * worth
         groups = START // 32 + tl.arange(0, DEPTH // 32)
-        scale, base = scale_and_base(_load(scales + column * (K // 32), groups, K // 32, START + DEPTH > K))
+        if START + DEPTH > K:
+            loaded = tl.load(scales + column * (K // 32) + groups, mask=groups < K // 32, other=0)
+        else:
+            loaded = tl.load(scales + column * (K // 32) + groups)
+        scale, base = scale_and_base(loaded)
         dots = dots * scale + total * (base + CODE_OFFSET * scale)
     else:
-        dots = byte_dots(w0, w1, w2, w3, part, NATIVE).to(tl.float32) * worth
+        dots = byte_dots(quarters, part, NATIVE).to(tl.float32) * worth
     return dots
 
 

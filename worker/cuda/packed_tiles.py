@@ -11,14 +11,17 @@ from dataclasses import replace
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.tiles import GemvTile, GemvTiles, LinearTile, LinearTiles
 
-MOST_ROWS = 64
+MOST_ROWS = 256
+"""More of them are multiplied by the vendor's library, with a matrix unpacked for it."""
+
 _LEAST_DEPTH = 64
-# Three programs for each multiprocessor hide each other's waits; a product has too few columns for them, so that K is
-# cut, at most into so many parts.
-_PROGRAMS = 3 * 132
+_MULTIPROCESSORS = 132
+# Several programs hide each other's waits. A product has too few columns for them, so that K is cut; the more rows, the
+# more it costs to sum the parts, and the less there is to hide.
+_PROGRAMS = {16: 3 * _MULTIPROCESSORS, 32: 3 * _MULTIPROCESSORS, 64: 2 * _MULTIPROCESSORS, 128: _MULTIPROCESSORS}
 _MAX_SPLITS = 8
 # Of one row: so many that they come in several waves, whatever they hold.
-_MANY_PROGRAMS = 8 * 132
+_MANY_PROGRAMS = 8 * _MULTIPROCESSORS
 
 
 def product_tile(bits: int, num_rows: int, num_columns: int, depth: int) -> LinearTile | None:
@@ -26,8 +29,8 @@ def product_tile(bits: int, num_rows: int, num_columns: int, depth: int) -> Line
     wide = _tile(bits, num_rows, num_columns, depth, 128) or _tile(bits, num_rows, num_columns, depth, 64)
     if wide is None:
         return None
-    splits, programs = 1, num_columns // wide.columns
-    while programs * splits < _PROGRAMS and splits < _MAX_SPLITS and depth % (2 * splits * wide.depth) == 0:
+    splits, programs = 1, num_columns // wide.columns * -(-num_rows // wide.rows)
+    while programs * splits < _PROGRAMS[wide.rows] and splits < _MAX_SPLITS and depth % (2 * splits * wide.depth) == 0:
         splits *= 2
     return replace(wide, splits=splits)
 
@@ -41,12 +44,14 @@ def gate_up_tile(bits: int, num_rows: int, ffn: int, depth: int) -> LinearTile |
 
 def _tile(bits: int, num_rows: int, num_columns: int, depth: int, columns: int) -> LinearTile | None:
     """With K in one part. Wide tiles are half as deep: their operands have as many registers."""
-    deepest = 256 if bits == 4 and columns == 64 else 128
-    step = min(deepest, depth & -depth)
-    if not 0 < num_rows <= MOST_ROWS or num_columns % columns or step < _LEAST_DEPTH:
+    if not 0 < num_rows <= MOST_ROWS or num_columns % columns:
         return None
-    rows = next(rows for rows in (16, 32, 64) if num_rows <= rows)
-    return LinearTile(rows, columns, step, 1, stages=3 if rows == 64 else 4, warps=4, swap=True)
+    rows = next((rows for rows in (16, 32, 64) if num_rows <= rows), 128)
+    deepest = 64 if rows == 128 else 256 if bits == 4 and columns == 64 else 128
+    step, stages = min(deepest, depth & -depth), 3 if rows == 64 else 4
+    if step < _LEAST_DEPTH:
+        return None
+    return LinearTile(rows, columns, step, 1, stages, warps=8 if rows == columns == 128 else 4, swap=True)
 
 
 def packed_linear_tiles(
