@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from planner.errors import InvalidConfiguration
 from tests.decode_reference import random_weights
+from tests.tiny_models import save_tiny_model
 from worker.cuda.decode_plan import Chain, plan_decode
 from worker.cuda.decode_shape import DecodeShape
-from worker.cuda.packed import PackedMatrix, pack_int4, pack_int8, pack_weights
+from worker.cuda.packed import PackedMatrix, pack, pack_int4, pack_int8, pack_weights
 from worker.cuda.packed_tiles import product_tile
+from worker.models.config import read_config
+from worker.models.dummy_weights import dummy_weights
+from worker.models.safetensors_source import SafetensorsSource
+from worker.models.weights import load_weights
 
 LLAMA_8B = DecodeShape(
     hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14_336, vocab_size=128_256, context=8192,
@@ -116,3 +125,31 @@ def test_narrow_matrices_are_cut_along_k_until_the_device_is_busy() -> None:
     assert (wide.rows, wide.depth, wide.splits) == (32, 128, 2)
     assert (odd.rows, odd.columns, odd.splits) == (64, 64, 1)
     assert product_tile(8, 257, 1024, 4096) is None
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_dense_matrix_is_gone_before_the_next_is_read(tmp_path: Path, stored: bool) -> None:
+    save_tiny_model("llama", tmp_path)
+    config, dense = read_config(tmp_path), list[weakref.ref[Tensor]]()
+
+    def become(name: str, matrix: Tensor) -> Tensor:
+        assert all(made() is None for made in dense), name
+        if name == "head":
+            return matrix
+        dense.append(weakref.ref(matrix))
+        return pack(name, matrix, "int8")
+
+    cpu = torch.device("cpu")
+    if stored:
+        weights = load_weights(config, SafetensorsSource(tmp_path), torch.float32, cpu, become=become)
+    else:
+        weights = dummy_weights(config, torch.float32, cpu, 0, become)
+    assert len(dense) == 4 * config.num_layers
+    assert all(isinstance(layer.gate_up, PackedMatrix) for layer in weights.layers)
+
+
+def test_rows_that_are_packed_apart_are_as_rows_packed_together() -> None:
+    for pack_some in (pack_int8, pack_int4):
+        whole, apart = pack_some(matrix()), pack_some(matrix(), numbers_at_once=5 * 128)
+        assert torch.equal(whole.codes, apart.codes)
+        assert torch.equal(whole.scales, apart.scales)

@@ -28,10 +28,10 @@ from worker.models.dummy_weights import dummy_weights
 from worker.models.gguf_source import GgufSource
 from worker.models.packed_source import PackedSource
 from worker.models.safetensors_source import SafetensorsSource
-from worker.models.weights import DecoderWeights, TensorSource, load_weights
+from worker.models.weights import Become, DecoderWeights, TensorSource, as_it_is, load_weights
 from worker.pool_port import PoolPort, TorchMover
 from worker.programs.metadata import SUFFIX
-from worker.quantize import quantize_weights
+from worker.quantize import quantize_weights, quantizer
 from worker.settings_check import check_settings, context_of, min_prefill_of
 from worker.swap import HostSwap, blocks_in
 from worker.torch_executor import TorchExecutor
@@ -120,13 +120,14 @@ def mask_maker(vocabulary: VocabularySource | None) -> MaskMaker:
 
 
 def load_program(
-    config: EngineConfig, *, keep_blocks: bool = True, see_weights: Callable[[DecoderWeights], None] = lambda _: None
+    config: EngineConfig, *, keep_blocks: bool = True, see_weights: Callable[[DecoderWeights], None] | None = None
 ) -> Program:
     """Load the model and settle every number that the configuration left open.
 
     Without `keep_blocks` all weights are tensors that can be traced. With it matrices that a GGUF file has in blocks
-    stay so where they can be multiplied with: on a CPU in float32. `see_weights` is called with the weights as they
-    were read, before they are quantized.
+    stay so where they can be multiplied with: on a CPU in float32. Matrices are
+    quantized as they are read, so that there is memory for one dense one at a time; with `see_weights`, which is called
+    with the weights as they were read, all of them are there first.
     """
     path = Path(config.model)
     device = choose_device(config)
@@ -134,9 +135,11 @@ def load_program(
     check_settings(config, model.context, "cuda" if device.type == "cuda" else "cpu")
     dtype = _dtype(config, model, device)
     context, least = context_of(config, model.context), min_prefill_of(config)
-    read = _weights(config, model, source, dtype, device, keep_blocks)
-    see_weights(read)
-    weights = quantize_weights(read, config.quantization)
+    become = quantizer(config.quantization) if see_weights is None else as_it_is
+    weights = _weights(config, model, source, dtype, device, keep_blocks, become)
+    if see_weights is not None:
+        see_weights(weights)
+        weights = quantize_weights(weights, config.quantization)
     cells = _cells_named(config, dtype)
     cell_bytes = bytes_per_cell(model.num_layers, model.num_kv_heads, model.head_dim, cell_dtype(cells, dtype))
     info = ProgramInfo(
@@ -184,12 +187,13 @@ def _weights(
     dtype: torch.dtype,
     device: torch.device,
     keep_blocks: bool,
+    become: Become,
 ) -> DecoderWeights:
     if source is None:
-        return dummy_weights(model, dtype, device, config.seed)
+        return dummy_weights(model, dtype, device, config.seed, become)
     multipliable = device.type == "cpu" and dtype == torch.float32 and config.quantization == "none"
     kept = source if keep_blocks and multipliable and isinstance(source, GgufSource) else None
-    return load_weights(model, source, dtype, device, kept)
+    return load_weights(model, source, dtype, device, kept, become)
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:

@@ -15,30 +15,38 @@ from torch import Tensor, nn
 
 from planner.errors import InvalidConfiguration
 from worker.config import Quantization
-from worker.cuda.fp8 import check_fp8, fp8_weights
-from worker.cuda.packed import pack_weights
-from worker.models.weights import DecoderWeights
+from worker.cuda.fp8 import check_fp8_matrix, fp8_matrix
+from worker.cuda.packed import pack
+from worker.models.weights import Become, DecoderWeights
 
 # Columns of a matrix that share one scale of int4.
 _GROUP_SIZE = 32
 _MATRICES = ("qkv", "output", "gate_up", "down")
 
 
+def quantizer(quantization: Quantization) -> Become:
+    """What matrices become one by one, as they are read. Raises `InvalidConfiguration` where a matrix, or its device,
+    has no such kernels."""
+
+    def become(name: str, matrix: Tensor) -> Tensor:
+        on_gpu = matrix.device.type == "cuda"
+        if quantization == "none" or name not in _MATRICES:
+            return matrix
+        if quantization == "fp8":
+            check_fp8_matrix(name, matrix)
+            return fp8_matrix(matrix)
+        return pack(name, matrix, quantization) if on_gpu else _quantized(matrix, quantization, name)
+
+    return become
+
+
 def quantize_weights(weights: DecoderWeights, quantization: Quantization) -> DecoderWeights:
-    """The same decoder with quantized layers. Raises `InvalidConfiguration` where these matrices, or this device,
-    have no such kernels."""
-    if quantization == "none":
-        return weights
-    if quantization == "fp8":
-        check_fp8(weights)
-        return fp8_weights(weights)
-    if weights.embedding.device.type == "cuda":
-        return pack_weights(weights, quantization)
-    layers = []
-    for layer in weights.layers:
-        matrices = {name: _quantized(getattr(layer, name), quantization, name) for name in _MATRICES}
-        layers.append(replace(layer, **matrices))
-    return replace(weights, layers=tuple(layers))
+    """The same decoder with quantized layers, beside its dense ones. Raises what `quantizer` does."""
+    become = quantizer(quantization)
+    layers = (
+        replace(layer, **{name: become(name, getattr(layer, name)) for name in _MATRICES}) for layer in weights.layers
+    )
+    return weights if quantization == "none" else replace(weights, layers=tuple(layers))
 
 
 def _quantized(matrix: Tensor, quantization: Quantization, name: str) -> Tensor:

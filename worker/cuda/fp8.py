@@ -94,19 +94,23 @@ def fp8_weights(weights: DecoderWeights) -> DecoderWeights:
 
 
 def check_fp8(weights: DecoderWeights) -> None:
-    """Raises `InvalidConfiguration` where a decoder's matrices, their device or their dtype have no such products."""
+    """Raises what `check_fp8_matrix` does of a decoder's matrices."""
     for layer in weights.layers:
         for name in _MATRICES:
-            rows, columns = getattr(layer, name).shape
-            if columns % _TILE or rows % _TILE:
-                raise InvalidConfiguration(
-                    f"fp8 takes matrices of a multiple of {_TILE} columns and rows; {name} has {columns} and {rows}",
-                    param="quantization",
-                )
-    device, dtype = weights.embedding.device, weights.embedding.dtype
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
+            check_fp8_matrix(name, getattr(layer, name))
+
+
+def check_fp8_matrix(name: str, matrix: Tensor) -> None:
+    """Raises `InvalidConfiguration` where a matrix, its device or its dtype has no such products."""
+    rows, columns = matrix.shape
+    if columns % _TILE or rows % _TILE:
+        raise InvalidConfiguration(
+            f"fp8 takes matrices of a multiple of {_TILE} columns and rows; {name} has {columns} and {rows}",
+            param="quantization",
+        )
+    if matrix.device.type != "cuda" or torch.cuda.get_device_capability(matrix.device) < _CAPABILITY:
         raise InvalidConfiguration(
             "fp8 needs a GPU of compute capability 8.9 or more; int8 and int4 work on any device", param="quantization"
         )
-    if dtype != torch.bfloat16:
-        raise InvalidConfiguration(f"fp8 computes in bfloat16, not {dtype}", param="dtype")
+    if matrix.dtype != torch.bfloat16:
+        raise InvalidConfiguration(f"fp8 computes in bfloat16, not {matrix.dtype}", param="dtype")

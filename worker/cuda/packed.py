@@ -13,7 +13,7 @@ neighbours of each eight columns. (Marlin, Frantar et al. 2024, orders its weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ CODE_OFFSET = 16
 """What is added to a code of four bits before it is multiplied by its scale."""
 
 _LOAD_WORDS = 4
+_NUMBERS_AT_ONCE = 1 << 25
 _MATRICES = ("qkv", "output", "gate_up", "down")
 
 
@@ -112,44 +113,61 @@ def packed_matrices(layer: LayerWeights) -> tuple[PackedMatrix, PackedMatrix, Pa
 
 
 def pack_weights(weights: DecoderWeights, quantization: Quantization) -> DecoderWeights:
-    """The same decoder with packed layers. Raises `InvalidConfiguration` where its matrices cannot be packed so."""
-    pack = pack_int4 if quantization == "int4" else pack_int8
-    layers = []
-    for layer in weights.layers:
-        for name in _MATRICES:
-            _check(getattr(layer, name), quantization, name)
-        layers.append(replace(layer, **{name: pack(getattr(layer, name)) for name in _MATRICES}))
+    """The same decoder with packed layers, beside its dense ones. Raises what `pack` does."""
+    layers = (
+        replace(layer, **{name: pack(name, getattr(layer, name), quantization) for name in _MATRICES})
+        for layer in weights.layers
+    )
     return replace(weights, layers=tuple(layers))
 
 
-def _check(matrix: Tensor, quantization: Quantization, name: str) -> None:
+def pack(name: str, matrix: Tensor, quantization: Quantization) -> PackedMatrix:
+    """Raises `InvalidConfiguration` where the matrix of that name cannot be packed so."""
     multiple = GROUP if quantization == "int4" else 16
     if matrix.shape[1] % multiple:
         raise InvalidConfiguration(
             f"{quantization} takes matrices of a multiple of {multiple} columns; {name} has {matrix.shape[1]}",
             param="quantization",
         )
+    return pack_int4(matrix) if quantization == "int4" else pack_int8(matrix)
 
 
-def pack_int8(matrix: Tensor) -> PackedMatrix:
+def pack_int8(matrix: Tensor, numbers_at_once: int = _NUMBERS_AT_ONCE) -> PackedMatrix:
     """Symmetric, a row at a time: its largest magnitude is 127."""
-    exact = matrix.float()
-    scales = exact.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = (exact / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-    return PackedMatrix(8, _packed(codes.view(torch.uint8), 8), scales, matrix.dtype)
+
+    def some(rows: Tensor) -> tuple[Tensor, Tensor]:
+        exact = rows.float()
+        scales = exact.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+        codes = exact.div_(scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        return _packed(codes.view(torch.uint8), 8), scales
+
+    return PackedMatrix(8, *_by_rows(matrix, some, numbers_at_once), matrix.dtype)
 
 
-def pack_int4(matrix: Tensor) -> PackedMatrix:
+def pack_int4(matrix: Tensor, numbers_at_once: int = _NUMBERS_AT_ONCE) -> PackedMatrix:
     """Asymmetric: the codes 0 and 15 are a group's least and largest value. Scale and base are rounded first, so that
     the codes make up for it."""
-    groups = matrix.float().view(len(matrix), -1, GROUP)
-    least = groups.amin(dim=2, keepdim=True)
-    spread = groups.amax(dim=2, keepdim=True) - least
-    scale = (spread / 15).clamp_(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
-    base = (least - CODE_OFFSET * scale.float()).bfloat16()
-    codes = ((groups - base.float()) / scale.float() - CODE_OFFSET).round_().clamp_(0, 15).to(torch.uint8)
-    words = torch.cat((scale, base), dim=2).contiguous().view(torch.int32).squeeze(2)
-    return PackedMatrix(4, _packed(codes.flatten(1), 4), words, matrix.dtype)
+
+    def some(rows: Tensor) -> tuple[Tensor, Tensor]:
+        groups = rows.float().view(len(rows), -1, GROUP)
+        least = groups.amin(dim=2, keepdim=True)
+        spread = groups.amax(dim=2, keepdim=True) - least
+        scale = (spread / 15).clamp_(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
+        base = (least - CODE_OFFSET * scale.float()).bfloat16()
+        codes = ((groups - base.float()) / scale.float() - CODE_OFFSET).round_().clamp_(0, 15).to(torch.uint8)
+        words = torch.cat((scale, base), dim=2).contiguous().view(torch.int32).squeeze(2)
+        return _packed(codes.flatten(1), 4), words
+
+    return PackedMatrix(4, *_by_rows(matrix, some, numbers_at_once), matrix.dtype)
+
+
+def _by_rows(
+    matrix: Tensor, some: Callable[[Tensor], tuple[Tensor, Tensor]], numbers_at_once: int
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales, made of so few rows at a time that what they are made through takes little memory."""
+    at_once = max(1, numbers_at_once // matrix.shape[1])
+    parts = [some(rows) for rows in matrix.split(at_once)]
+    return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from worker.models.config import ModelConfig
-from worker.models.weights import DecoderWeights, LayerWeights
+from worker.models.weights import Become, DecoderWeights, LayerWeights, as_it_is
 
 _STANDARD_DEVIATION = 0.02
 
 
-def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> DecoderWeights:
+def dummy_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, become: Become = as_it_is
+) -> DecoderWeights:
     """Matrices from N(0, 0.02), norms 1, biases 0. The same `seed` on the same kind of device gives the same."""
     # A torch generator takes seeds of 64 bits, the upper half as negative numbers.
     generator = torch.Generator(device).manual_seed(seed if seed < 2**63 else seed - 2**64)
@@ -32,19 +34,19 @@ def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     layers = tuple(
         LayerWeights(
             attention_norm=ones(hidden),
-            qkv=matrix(query_rows + 2 * kv_rows, hidden),
+            qkv=become("qkv", matrix(query_rows + 2 * kv_rows, hidden)),
             qkv_bias=zeros(query_rows + 2 * kv_rows, config.qkv_bias),
             query_norm=ones(config.head_dim) if config.qk_norm else None,
             key_norm=ones(config.head_dim) if config.qk_norm else None,
-            output=matrix(hidden, query_rows),
+            output=become("output", matrix(hidden, query_rows)),
             output_bias=zeros(hidden, config.output_bias),
             mlp_norm=ones(hidden),
-            gate_up=matrix(2 * inner, hidden),
+            gate_up=become("gate_up", matrix(2 * inner, hidden)),
             gate_up_bias=zeros(2 * inner, config.mlp_bias),
-            down=matrix(hidden, inner),
+            down=become("down", matrix(hidden, inner)),
             down_bias=zeros(hidden, config.mlp_bias),
         )
         for _ in range(config.num_layers)
     )
     head = embedding if config.tied_head else matrix(config.vocab_size, hidden)
-    return DecoderWeights(embedding, layers, ones(hidden), head)
+    return DecoderWeights(embedding, layers, ones(hidden), become("head", head))

@@ -7,7 +7,7 @@ over or of another shape. Where tensors come from is the source's business (`saf
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -87,6 +87,15 @@ def _stored_bytes(tensor: Tensor) -> int:
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()
     return sum(getattr(tensor, name).nbytes for name in names)
+
+
+Become = Callable[[str, Tensor], Tensor]
+"""What a layer's matrix becomes as soon as it is there, by its name in `LayerWeights`, and the head, by the name head.
+Nobody else keeps the matrix, so that dense ones are alive one at a time."""
+
+
+def as_it_is(name: str, matrix: Tensor) -> Tensor:
+    return matrix
 
 
 class TensorSource(Protocol):
@@ -184,15 +193,17 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     kept: BlockSource | None = None,
+    become: Become = as_it_is,
 ) -> DecoderWeights:
-    """Read all, one tensor at a time, into `dtype` on `device`. Raises `InvalidCheckpoint` naming the tensor.
+    """Read all, one tensor at a time, into `dtype` on `device`. Raises `InvalidCheckpoint` naming the tensor, and what
+    `become` raises.
 
     `kept`: the same source, where matrices that it has in blocks are to stay so, as `BlockMatrix`; these are for the
     CPU in float32 alone.
     """
     assembly = _Assembly(source, kept, dtype, device)
     embedding = assembly.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    layers = tuple(_layer(config, assembly, f"model.layers.{i}.") for i in range(config.num_layers))
+    layers = tuple(_layer(config, assembly, f"model.layers.{i}.", become) for i in range(config.num_layers))
     final_norm = assembly.vector("model.norm.weight", config.hidden_size)
     if config.tied_head:
         head = embedding
@@ -200,10 +211,10 @@ def load_weights(
     else:
         head = assembly.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
     assembly.finish()
-    return DecoderWeights(embedding, layers, final_norm, head)
+    return DecoderWeights(embedding, layers, final_norm, become("head", head))
 
 
-def _layer(config: ModelConfig, assembly: _Assembly, prefix: str) -> LayerWeights:
+def _layer(config: ModelConfig, assembly: _Assembly, prefix: str, become: Become) -> LayerWeights:
     hidden, inner = config.hidden_size, config.intermediate_size
     query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -218,16 +229,16 @@ def _layer(config: ModelConfig, assembly: _Assembly, prefix: str) -> LayerWeight
 
     return LayerWeights(
         attention_norm=assembly.vector(prefix + "input_layernorm.weight", hidden),
-        qkv=assembly.stack(qkv("weight"), hidden),
+        qkv=become("qkv", assembly.stack(qkv("weight"), hidden)),
         qkv_bias=assembly.stack(qkv("bias"), None) if config.qkv_bias else None,
         query_norm=assembly.vector(attention + "q_norm.weight", config.head_dim) if config.qk_norm else None,
         key_norm=assembly.vector(attention + "k_norm.weight", config.head_dim) if config.qk_norm else None,
-        output=assembly.matrix(attention + "o_proj.weight", hidden, query_rows),
+        output=become("output", assembly.matrix(attention + "o_proj.weight", hidden, query_rows)),
         output_bias=assembly.vector(attention + "o_proj.bias", hidden) if config.output_bias else None,
         mlp_norm=assembly.vector(prefix + "post_attention_layernorm.weight", hidden),
-        gate_up=assembly.stack(gate_up("weight"), hidden),
+        gate_up=become("gate_up", assembly.stack(gate_up("weight"), hidden)),
         gate_up_bias=assembly.stack(gate_up("bias"), None) if config.mlp_bias else None,
-        down=assembly.matrix(mlp + "down_proj.weight", hidden, inner),
+        down=become("down", assembly.matrix(mlp + "down_proj.weight", hidden, inner)),
         down_bias=assembly.vector(mlp + "down_proj.bias", hidden) if config.mlp_bias else None,
     )
 
