@@ -138,7 +138,7 @@ def pack_int8(matrix: Tensor, numbers_at_once: int = _NUMBERS_AT_ONCE) -> Packed
     def some(rows: Tensor) -> tuple[Tensor, Tensor]:
         exact = rows.float()
         scales = exact.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-        codes = exact.div_(scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        codes = (exact / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         return _packed(codes.view(torch.uint8), 8), scales
 
     return PackedMatrix(8, *_by_rows(matrix, some, numbers_at_once), matrix.dtype)
