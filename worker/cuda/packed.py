@@ -166,7 +166,7 @@ def _by_rows(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales, made of so few rows at a time that what they are made through takes little memory."""
     at_once = max(1, numbers_at_once // matrix.shape[1])
-    parts = [some(rows) for rows in matrix.split(at_once)]
+    parts = [some(rows) for rows in torch.split(matrix, at_once)]
     return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
 
 
