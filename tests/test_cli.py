@@ -19,7 +19,7 @@ from cluster.commands.deploy_errors import setup_error_in, start_ray
 from cluster.commands.engine_flags import engine_config
 from cluster.commands.serve import make_plan
 from cluster.commands.settings_sources import merged_tokens
-from cluster.commands.stop_signals import SAME_WISH_S, StopSignals
+from cluster.commands.stop_signals import StopSignals
 from cluster.config import ServiceConfig, check_gpus, decide_device, load_executor_factory, service_config
 from cluster.serving.front import COMMON_SETTINGS, Front, check_port, choose_front, free_ports, front_environment
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, SetupError
@@ -228,14 +228,21 @@ def test_two_fronts_on_one_machine_share_no_file_and_no_port() -> None:
 
 
 def test_the_first_signal_asks_for_an_end_and_the_second_insists() -> None:
-    before, times = signal.getsignal(signal.SIGTERM), iter([7.0, 7.0 + SAME_WISH_S, 7.1 + SAME_WISH_S])
-    with StopSignals(lambda: next(times)) as signals:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as signals:
+        signals.looks_begin()
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.wanted.wait(1)
-        os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does, which tells the process and then its group
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_ends_at_once_what_has_nothing_to_end_in_order() -> None:
+    with StopSignals() as signals:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert not signals.wanted.is_set()
 
 
 def test_a_setup_error_is_found_in_what_serve_tells() -> None:

@@ -67,6 +67,17 @@ def test_a_service_whose_head_is_killed_leaves_nothing(tmp_path: Path) -> None:
         assert service.wait(60) == 128 + signal.SIGKILL
 
 
+def test_a_service_that_is_ended_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    arguments = [str(tiny_checkpoint(tmp_path)), "--device", "cpu", "--executor", "tests.served_fake:make_executor"]
+    with running_service(*arguments) as service:
+        service.wait_for_line("workers ready 0/", 120)
+        service.signal_group(signal.SIGINT)
+        assert service.wait(30) == 130
+        wait_until(lambda: not service.processes(), 30, "every process has ended")
+        check_port(EVERY_ADDRESS[0], service.port)
+    assert not any("Traceback" in line for line in service.output), "".join(service.output)
+
+
 def assert_refused_in_the_cluster_of(service: ServiceProcess, model: Path) -> None:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYCOMB_"))}
     command = [

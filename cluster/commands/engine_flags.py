@@ -82,7 +82,9 @@ def _argument(setting: FieldInfo) -> dict[str, Any]:
         return {"type": json.loads, "metavar": "JSON"}
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
-    return {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": kind, "metavar": "N" if kind is int else "NUMBER"}
 
 
 def _help(name: str, setting: FieldInfo) -> str:

@@ -143,17 +143,22 @@ class LocalService:
             )
         except (RayError, RuntimeError, TimeoutError) as error:  # what a front raised that did not come up
             raise SetupError(f"the front could not start: {str(error).strip().splitlines()[-1]}") from error
+        self._signals.looks_begin()
         target = RunTarget(target=application, name=APP_NAME, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         try:
             yield
         finally:
             report("shutting down")
-            self._drain()
-            serve.delete(APP_NAME, _blocking=False)
-            deadline = time.monotonic() + self._config.drain_timeout_s + SHUTDOWN_MARGIN_S
-            while APP_NAME in serve.status().applications and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+            if self._joins_cluster or is_ready(self.url):  # else Serve would wait for workers that still load
+                self._end_in_order()
+
+    def _end_in_order(self) -> None:
+        self._drain()
+        serve.delete(APP_NAME, _blocking=False)
+        deadline = time.monotonic() + self._config.drain_timeout_s + SHUTDOWN_MARGIN_S
+        while APP_NAME in serve.status().applications and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
     def _logging(self) -> LoggingConfig:
         """Serve's own lines on each request go by its ids and paths; ours say more."""

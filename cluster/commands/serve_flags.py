@@ -14,6 +14,7 @@ from worker.tracing import Protocol
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "raycomb serve MODEL ... [--FLAG VALUE] ..."  # all flags by name would be a page
     _add_model(parser)
     _add_fleet(parser)
     _add_front(parser)
@@ -28,6 +29,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="*",
+        metavar="MODEL",
         help="a folder with config.json, a .gguf file, a program, a hub id, or smollm2-135m; several: workers for each",
     )
     parser.add_argument("--models", type=json.loads, help=argparse.SUPPRESS)  # what the file of --config lists
@@ -41,7 +43,9 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-workers", type=int, metavar="N", help="replicas of each model (default: 1)")
     group.add_argument("--min-workers", type=int, metavar="N", help="with --max-workers: never fewer (default: 1)")
     group.add_argument("--max-workers", type=int, metavar="N", help="let their number follow the load, up to this")
-    group.add_argument("--num-gateways", type=int, default=1, help="processes that speak HTTP (default: 1)")
+    group.add_argument(
+        "--num-gateways", type=int, metavar="N", default=1, help="processes that speak HTTP (default: 1)"
+    )
     group.add_argument(
         "--drain-timeout-s",
         type=seconds,
@@ -52,8 +56,10 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
 
 def _add_front(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("where clients come")
-    group.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
-    group.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: 8000)")
+    group.add_argument("--host", metavar="ADDRESS", default="0.0.0.0", help="address to listen on (default: all)")
+    group.add_argument(
+        "--port", type=port_number, metavar="PORT", default=8000, help="port to listen on (default: 8000)"
+    )
     group.add_argument(
         "--grpc-port",
         type=lambda text: 0 if text == "0" else port_number(text),

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
-from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Final, Self
+from typing import Self
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
-SAME_WISH_S: Final = 0.5
 
 
 class StopSignals:
-    """The first signal sets `wanted`; a second one raises `KeyboardInterrupt`. Main thread only.
-
-    `timeout` and its like tell a process and then its whole group: what comes `SAME_WISH_S` after the first is no
-    second wish.
+    """Until `looks_begin` a signal raises `KeyboardInterrupt`. After it the first one sets `wanted`, and only a second
+    one raises. Main thread only.
 
     `install` may be called again where a library has put handlers of its own in between, as `ray.init` does.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.wanted = threading.Event()
-        self._wanted_at = 0.0
-        self._clock = clock
+        self._somebody_looks = False
         self._before = {number: signal.getsignal(number) for number in NUMBERS}
 
     def install(self) -> None:
         for number in NUMBERS:
             signal.signal(number, self._on_signal)
+
+    def looks_begin(self) -> None:
+        """From now on there is something to end in order, and somebody who looks at `wanted`."""
+        self._somebody_looks = True
 
     def __enter__(self) -> Self:
         self.install()
@@ -43,8 +41,6 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if not self.wanted.is_set():
-            self._wanted_at = self._clock()
-            self.wanted.set()
-        elif self._clock() > self._wanted_at + SAME_WISH_S:
+        if self.wanted.is_set() or not self._somebody_looks:
             raise KeyboardInterrupt
+        self.wanted.set()
