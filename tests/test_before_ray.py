@@ -130,6 +130,23 @@ def test_a_model_that_is_nowhere_is_told_before_ray(tmp_path: Path, capsys: pyte
     assert "is not a program, or not a whole one" in refusal(capsys, str(tmp_path / "some.pt2"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ("lora_modules: 5", "models[0]: lora_modules must map names to folders, or list name=folder; not 5"),
+        ("lora_folder: 5", "models[0]: lora_folder must be a folder, not 5"),
+        ("max_cells: many", "--max-cells many: Input should be a valid integer"),
+        ("cells: 5", "models[0]: unknown setting 'cells'"),
+    ],
+)
+def test_a_model_in_the_file_with_a_wrong_setting_is_told_before_ray(
+    model: Path, tmp_path: Path, settings: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(f"models: [{{model: {model}, {settings}}}]\n")
+    assert reason in refusal(capsys, "--config", str(file))
+
+
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.socket() as other:

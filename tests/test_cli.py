@@ -93,7 +93,9 @@ def test_lists_and_switches_come_from_yaml_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("max_cell: 5\n", "unknown setting 'max_cell'"),
+        ("max_cell: 5\n", "unknown setting 'max_cell'; did you mean --max-cells?"),
+        ("tensor-parallel-size: 2\n", "'tensor_parallel_size'; --tensor-parallel-size is not supported: a model has"),
+        ("xyzzy: 2\n", "unknown setting 'xyzzy'$"),
         ("prefix_caching: perhaps\n", "prefix_caching must be true or false"),
         ("port: [1, 2]\n", "port takes one value"),
         ("- a\n- b\n", "must hold settings by name"),

@@ -221,6 +221,7 @@ async def test_what_a_killed_worker_ran_goes_on_and_it_is_replaced(service: Serv
 
 
 async def test_the_end_is_orderly_and_leaves_nothing(service: ServiceProcess, step_logs: Path) -> None:
+    """Told as `timeout` does it: the process, and then its whole group."""
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}", options=[("grpc.enable_http_proxy", 0)])
     async with client_of(service) as client, channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -229,6 +230,7 @@ async def test_the_end_is_orderly_and_leaves_nothing(service: ServiceProcess, st
         streams = [asyncio.create_task(read_stream(client, event, max_tokens=150)) for event in started]
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 20)
         service.signal(signal.SIGTERM)
+        service.signal_group(signal.SIGTERM)
         assert (await asyncio.wait_for(watch.read(), 5)).status == NOT_SERVING
         assert await watch.read() is grpc.aio.EOF
         lasts = await asyncio.wait_for(asyncio.gather(*streams), 30)

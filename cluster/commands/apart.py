@@ -13,11 +13,9 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
-from types import FrameType
 from typing import Final
 
-PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM)
+_HEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 SAME_WISH_S: Final = 0.5
 """`timeout` and its like tell a process and then its whole group: what comes so soon is no other wish."""
 WISHES_THAT_KILL: Final = 3
@@ -29,30 +27,27 @@ _PR_SET_PDEATHSIG: Final = 1
 def run_apart() -> int | None:
     """Fork. In the child: None, at once. In the parent: the child's exit code, when it has ended."""
     parent = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # else the kernel might not tell of the child's end
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _end_with(parent)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
         return None
-
     wishes: list[float] = []
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if wishes and now < wishes[-1] + SAME_WISH_S:
-            return
-        wishes.append(now)
-        with suppress(ProcessLookupError):
-            os.kill(child, number if len(wishes) < WISHES_THAT_KILL else signal.SIGKILL)
-
-    for wish in PASSED_ON:
-        signal.signal(wish, pass_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else EXIT_CODE_OF_SIGNALS - code
+    while True:
+        # Taken one after the other, and not by handlers: what comes just before a wait would not end it.
+        heard = signal.sigwait(_HEARD)
+        if heard == signal.SIGCHLD:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended == child:
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else EXIT_CODE_OF_SIGNALS - code
+        elif not wishes or time.monotonic() > wishes[-1] + SAME_WISH_S:
+            wishes.append(time.monotonic())
+            os.kill(child, heard if len(wishes) < WISHES_THAT_KILL else signal.SIGKILL)
 
 
 def _end_with(parent: int) -> None:

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
+ALIKE: Final = 0.85
+"""From 0 to 1: a name that is less like ours was meant for something else."""
+
 _ONE_GPU: Final = "not supported: a model has one GPU, and --num-workers makes more copies of it"
 _COPIES: Final = "here --num-workers: copies of the model, each on a GPU of its own"
 _FIRST_WORD: Final = "here the first word: `raycomb serve MODEL`"
@@ -104,5 +107,5 @@ def advice(unknown: Iterable[str], known: Iterable[str]) -> str | None:
     flag = flag.replace("_", "-")
     if flag in ELSEWHERE:
         return f"{flag} is {ELSEWHERE[flag]}"
-    close = difflib.get_close_matches(flag, list(known), n=1)
+    close = difflib.get_close_matches(flag, list(known), n=1, cutoff=ALIKE)
     return f"did you mean {close[0]}?" if close else None

@@ -61,12 +61,23 @@ def _settings(entry: dict[str, Any], args: argparse.Namespace, where: str) -> di
     del own["model"]
     told = {name: value for name in _OF_WORKERS if (value := getattr(args, name)) is not None} | own
     told.setdefault("served_model_names", [names] if isinstance(names, str) else names)
-    modules = told.get("lora_modules", args.lora_modules or ())
-    given = [f"{name}={folder}" for name, folder in modules.items()] if isinstance(modules, dict) else modules
-    told["lora_modules"] = named_modules(given)
+    told["lora_modules"] = named_modules(_modules(told.get("lora_modules", args.lora_modules or ()), where))
     if (folder := told.get("lora_folder", args.lora_folder)) is not None:
+        if not isinstance(folder, str):
+            raise InvalidConfiguration(f"{where}: lora_folder must be a folder, not {folder!r}", param="lora_folder")
         told["lora_folder"] = str(Path(folder).absolute())
     config = engine_config(model, given_engine_settings(args) | engine)
     if not is_fetched(model):
         resolve(model)  # raises where it is nothing
     return told | {"engine": config.model_copy(update={"model": name_on_every_node(model)})}
+
+
+def _modules(given: object, where: str) -> list[str]:
+    """A mapping from names to folders, or a list, as `name=folder` each."""
+    if isinstance(given, dict):
+        return [f"{name}={folder}" for name, folder in given.items()]
+    if isinstance(given, list | tuple) and all(isinstance(one, str) for one in given):
+        return list(given)
+    raise InvalidConfiguration(
+        f"{where}: lora_modules must map names to folders, or list name=folder; not {given!r}", param="lora_modules"
+    )

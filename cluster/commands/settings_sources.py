@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from cluster.commands.other_flags import advice
 from planner.errors import InvalidConfiguration
 
 ENVIRONMENT_PREFIX = "RAYCOMB_"
@@ -32,7 +33,9 @@ def merged_tokens(
     from_file = _read(Path(config_path.config)) if config_path.config else {}
     unknown = sorted(name for name in from_file if name not in settings)
     if unknown:
-        raise InvalidConfiguration(f"{config_path.config}: unknown setting {unknown[0]!r}", param=unknown[0])
+        better = advice([f"--{unknown[0]}"], parser._option_string_actions)
+        told = f"{config_path.config}: unknown setting {unknown[0]!r}"
+        raise InvalidConfiguration(told if better is None else f"{told}; {better}", param=unknown[0])
     given, _ = parser.parse_known_args(list(tokens))
     merged: list[str] = []
     for name, value in (from_file | _from_environment(settings, environment)).items():
@@ -57,10 +60,10 @@ def _config_parser() -> argparse.ArgumentParser:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidConfiguration(f"{path} cannot be read: {error.strerror}", param="config") from error
-    except yaml.YAMLError as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidConfiguration(f"{path} is not YAML: {' '.join(str(error).split())}", param="config") from error
     if content is None:
         return {}
