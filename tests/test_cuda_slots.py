@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -164,3 +166,21 @@ def test_scores_are_of_the_tokens_that_were_drawn() -> None:
     expected = torch.log_softmax(logits[0], dim=-1)
     assert scored.logprobs.logprob == pytest.approx(float(expected[2]))
     assert [token for token, _ in scored.logprobs.top] == [1]
+
+
+class FullTensor(torch.Tensor):
+    """Logits of a device that has no memory for what is made of them."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise torch.OutOfMemoryError("no room for it")
+
+
+def test_scores_without_room_fail_only_who_wanted_them() -> None:
+    run = StepRun([chunk(1), chunk(2, SamplingParams(logprobs=1)), chunk(3)])
+    scored = torch.zeros(1, 4).as_subclass(FullTensor)
+    run.drawn.append(Drawn([0, 1, 2], drawn([0, 1, 2], [5, 6, 7]).pending, [1], scored))
+    first, second, third = run.outcomes()
+    assert (first, third) == (ChunkOutput(5), ChunkOutput(7))
+    assert isinstance(second, ForwardFailed)
+    assert "log probabilities did not fit" in second.message

@@ -56,7 +56,7 @@ class CompiledGrammars(Generic[Compiled]):
     def is_crowded(self, grammar: str, source: Source[Compiled]) -> bool:
         """Whether `take` would give a state of this source another one that has fewer users with it."""
         others = self._sources.get(grammar, ())
-        return any(other.compiled.done() and other.num_users + 1 < source.num_users for other in others)
+        return any(other.num_users + 1 < source.num_users and other.compiled.done() for other in others)
 
     def give_back(self, source: Source[Compiled]) -> None:
         source.num_users -= 1

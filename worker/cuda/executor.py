@@ -33,17 +33,15 @@ from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.outcomes import Drawn, StepRun
 from worker.cuda.prefill import PrefillChain
 from worker.cuda.prefill_graphs import PrefillGraphs
+from worker.cuda.prompt_scores import PromptScores
 from worker.cuda.slots import Slots, slots_needed
 from worker.cuda.staging import Moment
 from worker.executor import ProgramInfo
-from worker.logprobs import token_logprobs
 from worker.masks import MaskMaker, NoMasks
 from worker.models.decoder import Decoder
 from worker.pool_growth import PoolGrowth, required_cells
 from worker.swap import SwapSpace, run_swaps
 
-# Rows of prompt log probabilities that are computed at once: 64 rows of 128 Ki float32 are 32 MiB.
-_LOGPROB_ROWS = 64
 # Row tables start at a multiple of 128 bytes, so that one compiled kernel serves any number of rows.
 _ALIGNED_ROWS = 32
 
@@ -85,6 +83,7 @@ class CudaExecutor:
         self._grammars = grammars or NoMasks()
         self._failures = Failures()
         self._host_draws = HostDraws(self._grammars, decode, self._failures)
+        self._prompt_scores = PromptScores(decoder, self._failures)
         self._in_flight: deque[StepRun] = deque()
 
     @property
@@ -210,7 +209,7 @@ class CudaExecutor:
             if drawing:
                 self._draw_rows([piece for piece, _ in drawing], hidden[: len(drawn_rows)], run)
             if target_rows:
-                self._score_prompts(batch.pieces, hidden[len(drawn_rows) :], run)
+                self._prompt_scores.score(batch.pieces, hidden[len(drawn_rows) :], run)
             if pooled_rows:
                 self._pool(batch.pieces, hidden[len(drawn_rows) + len(target_rows) :], run)
 
@@ -242,20 +241,6 @@ class CudaExecutor:
             entries.append(SlotEntry(slot, length, chunk.cells[first:length], None, chunk.sampling, first))
         self._decode.state.enter(entries)
         return slots
-
-    def _score_prompts(self, pieces: Sequence[Piece], hidden: Tensor, run: StepRun) -> None:
-        """`hidden` has the rows of all targets in order. Waits for the device: these are rare, and many."""
-        at = 0
-        for piece in pieces:
-            num_top = piece.chunk.sampling.logprobs or 0
-            for first in range(0, len(piece.targets), _LOGPROB_ROWS):
-                targets = piece.targets[first : first + _LOGPROB_ROWS].tolist()
-                logits = self._decoder.logits(hidden[at + first : at + first + len(targets)])
-                if not bool(logits.sum().isfinite()):
-                    self._failures.fail(run, [piece.index], "the forward gave logits that are not finite")
-                    break
-                run.score_prompt(piece.index, token_logprobs(logits, targets, [num_top] * len(targets)))
-            at += len(piece.targets)
 
     def _pool(self, pieces: Sequence[Piece], hidden: Tensor, run: StepRun) -> None:
         """`hidden` has the rows of all pieces that pool, in order."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
+
+import torch
+from torch import Tensor
 
 GRID_LIMIT: Final = 65_535
 """Programs along a grid's second axis, or its third, on any GPU."""
@@ -15,3 +19,8 @@ def launch_options(warps: int, stages: int | None = None, *, dependent: bool = F
     if stages is not None:
         options["num_stages"] = stages
     return options | {"launch_pdl": True} if dependent else options
+
+
+def of_grids(rows: Tensor, most: int = GRID_LIMIT) -> Sequence[Tensor]:
+    """`rows` in as many parts as launches need that take `most` of them each; mostly one, which costs nothing."""
+    return (rows,) if len(rows) <= most else torch.split(rows, most)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.cuda.decode_buffers import next_power_of_2
-from worker.cuda.launch import GRID_LIMIT, launch_options
+from worker.cuda.launch import launch_options, of_grids
 from worker.cuda.lora import LoraRows
 from worker.cuda.norm import add_norm_kernel, silu_kernel
 from worker.cuda.prefill_attention import attend
@@ -94,7 +94,7 @@ class PrefillChain:
         active = gate_up.new_empty((len(gate_up), ffn))
         if len(active) == 0:
             return active
-        for rows, out in zip(torch.split(gate_up, GRID_LIMIT), torch.split(active, GRID_LIMIT), strict=True):
+        for rows, out in zip(of_grids(gate_up), of_grids(active), strict=True):
             silu_kernel[(-(-ffn // _SILU_BLOCK), len(rows))](
                 rows, rows if bias is None else bias, out, FFN=ffn, BLOCK=_SILU_BLOCK, HAS_BIAS=bias is not None,
                 **launch_options(4),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from worker.attention import Span
 from worker.cuda.cell_scales import WEIGHT_GAIN, row_constants
-from worker.cuda.launch import GRID_LIMIT
+from worker.cuda.launch import GRID_LIMIT, of_grids
 from worker.cuda.prefill_plan import LONG_ROWS, SHORT_ROWS, WIDE_ROWS, PrefillPlan, plan_prefill
 from worker.cuda.write_cells import write_cells
 from worker.kv_pool import KvPool
@@ -92,7 +92,7 @@ def _launches(plan: PrefillPlan, wide: int) -> Iterator[tuple[Tensor, int, int]]
     ):
         parts = tile_rows // block_rows
         if len(all_tiles) > 0:
-            for tiles in torch.split(all_tiles, GRID_LIMIT // parts):
+            for tiles in of_grids(all_tiles, GRID_LIMIT // parts):
                 yield tiles, block_rows, parts
 
 
