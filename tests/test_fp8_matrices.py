@@ -15,6 +15,7 @@ from worker.cuda.decode_buffers import DecodeBuffers
 from worker.cuda.decode_plan import Chain, adapted, plan_decode
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.fp8 import E4M3, Fp8Matrix, check_fp8, fp8_matrix, fp8_rows, fp8_weights
+from worker.cuda.tiles import LinearTile
 
 LLAMA_8B = DecodeShape(
     hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14_336, vocab_size=128_256, context=8192,
@@ -112,12 +113,22 @@ def test_tiles_divide_every_matrix_fit_shared_memory_and_leave_room_for_the_sums
             (tiles.gate_up, shape.ffn, shape.hidden, 2),
             (tiles.down, shape.hidden, shape.ffn, 1),
         ):
-            assert n % tile.columns == 0
-            assert k % (tile.splits * tile.depth) == 0
+            assert tile.divides(n, k)
+            assert not replace(tile, columns=tile.columns * 3).divides(n, k) or n % (tile.columns * 3) == 0
             assert (tile.columns * matrices + tile.rows) * tile.depth * tile.stages <= SHARED_MEMORY_BYTES
         assert tiles.gate_up.splits == tiles.head.splits == 1
     for columns in (shape.hidden, shape.query_columns, shape.ffn):
         assert buffers.codes.of(columns).shape == (128, columns)
+
+
+def test_no_program_asks_for_more_than_it_reads() -> None:
+    tile = LinearTile(16, 64, 128, splits=4, stages=4, warps=4, swap=True, ahead=1024)
+    asked = {depth: tile.ahead_of(depth) for depth in (512, 1024, 3072, 4096, 14_336)}
+    assert asked == {512: 128, 1024: 256, 3072: 512, 4096: 1024, 14_336: 1024}
+    assert tile.ahead_of(256) == 0
+    assert replace(tile, ahead=0).ahead_of(4096) == 0
+    with pytest.raises(AssertionError, match="power of two"):
+        replace(tile, ahead=384)
 
 
 def test_a_large_model_runs_its_own_kernels_up_to_64_rows() -> None:

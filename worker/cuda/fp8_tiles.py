@@ -72,8 +72,7 @@ def fitted(name: str, num_rows: int, num_columns: int, depth: int) -> LinearTile
     programs, splits = num_columns // entry.columns * -(-num_rows // rows), 1
     while programs * splits < entry.programs and splits < _MAX_SPLITS and depth % (2 * splits * step) == 0:
         splits *= 2
-    ahead = min(entry.ahead, depth // splits)
-    return LinearTile(rows, entry.columns, step, splits, entry.stages, entry.warps, entry.swap, ahead=ahead)
+    return LinearTile(rows, entry.columns, step, splits, entry.stages, entry.warps, entry.swap, ahead=entry.ahead)
 
 
 def fp8_linear_tiles(shape: DecodeShape, width: int, head: LinearTile) -> LinearTiles | None:

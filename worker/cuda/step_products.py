@@ -43,8 +43,9 @@ class StepProducts:
         if isinstance(w, PackedMatrix):
             split_product(x, w, out, width, stride, tile, launch)
             return
+        assert tile.divides(n, k)
         split_linear_kernel[(n // tile.columns, tile.splits, math.ceil(width / tile.rows))](
-            *self._operands(x, w), out, width, stride, N=n, K=k, SPLITS=tile.splits, **_constants(tile), **launch,
+            *self._operands(x, w), out, width, stride, N=n, K=k, SPLITS=tile.splits, **_constants(tile, k), **launch,
             SCALED=self.takes_codes,
         )  # fmt: skip
 
@@ -54,8 +55,9 @@ class StepProducts:
         if isinstance(w, PackedMatrix):
             gate_up_product(x, w, out, width, tile, launch)
             return
+        assert tile.divides(n // 2, k)
         gate_up_kernel[(n // 2 // tile.columns, math.ceil(width / tile.rows))](
-            *self._operands(x, w), out, width, N=n // 2, K=k, **_constants(tile), **launch, SCALED=self.takes_codes,
+            *self._operands(x, w), out, width, N=n // 2, K=k, **_constants(tile, k), **launch, SCALED=self.takes_codes,
         )  # fmt: skip
 
     def whole(self, x: Tensor, w: Tensor, out: Tensor, width: int) -> None:
@@ -74,8 +76,8 @@ class StepProducts:
         return x, w, codes.scales, codes.scales
 
 
-def _constants(tile: LinearTile) -> dict[str, Any]:
+def _constants(tile: LinearTile, depth: int) -> dict[str, Any]:
     return {
         "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAP": tile.swap, "EARLY": tile.early,
-        "AHEAD": tile.ahead,
+        "AHEAD": tile.ahead_of(depth),
     }  # fmt: skip

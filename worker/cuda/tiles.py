@@ -31,6 +31,18 @@ class LinearTile:
     early: bool = False
     ahead: int = 0
 
+    def __post_init__(self) -> None:
+        assert self.ahead == 0 or (self.ahead >= 128 and self.ahead.bit_count() == 1), "whole lines, and a power of two"
+
+    def divides(self, num_columns: int, depth: int) -> bool:
+        """Whether whole tiles cover a matrix [num_columns, depth]; kernels ask for nothing less, and do not look."""
+        return num_columns % self.columns == 0 and depth % (self.splits * self.depth) == 0
+
+    def ahead_of(self, depth: int) -> int:
+        """`ahead` for a matrix of this depth: no more than a program reads of it."""
+        part = depth // self.splits
+        return 0 if part < 128 else min(self.ahead, 1 << (part.bit_length() - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class GemvTiles:
