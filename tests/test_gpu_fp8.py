@@ -208,7 +208,7 @@ def captured(width: int, plan: DecodePlan) -> tuple[Rig, DecodeGraphs]:
 
 
 @needs_gpu
-@pytest.mark.parametrize("width", [1, 8, 64, 128])
+@pytest.mark.parametrize("width", [1, 64, 128])
 def test_captured_steps_at_full_size_give_what_the_reference_gives(width: int) -> None:
     rig, graphs = captured(width, plan_decode(LLAMA_8B, width, hopper=True))
     off = []
@@ -227,7 +227,7 @@ def test_captured_steps_at_full_size_give_what_the_reference_gives(width: int) -
 
 @needs_gpu
 @pytest.mark.parametrize("ahead", [0, 512])
-@pytest.mark.parametrize("width", [1, 8, 24, 64])
+@pytest.mark.parametrize("width", [1, 64])
 def test_kernels_that_start_early_change_no_bit(width: int, ahead: int) -> None:
     """One that read what the kernel before it had not written yet would."""
     plan = asking_ahead(plan_decode(LLAMA_8B, width, hopper=True), ahead)
@@ -252,9 +252,11 @@ def requests(vocab_size: int, lengths: tuple[int, ...] = (1, 5, 17, 40)) -> list
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="float32 has no vendor's product of fp8")
-@pytest.mark.parametrize("plan", [None, EVERY_32], ids=["library", "split k"])
-def test_answers_in_float32_are_those_of_plain_torch(plan: DecodePlan | None) -> None:
-    model = tiny_model()
+@pytest.mark.parametrize(
+    ("name", "plan"), [("llama", None), ("llama", EVERY_32), ("biased", None), ("qwen3", EVERY_32)]
+)
+def test_answers_in_float32_are_those_of_plain_torch(name: str, plan: DecodePlan | None) -> None:
+    model = tiny_model(name)
     rounded = with_weights(model, fp8_weights(model.decoder.weights))
     asked = requests(model.decoder.config.vocab_size)
     expected = EngineRig(torch_executor(with_weights(model, plain_fp8(rounded.decoder.weights)))).answer(asked)
