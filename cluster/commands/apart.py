@@ -41,13 +41,23 @@ def run_apart() -> int | None:
         # Taken one after the other, and not by handlers: what comes just before a wait would not end it.
         heard = signal.sigwait(_HEARD)
         if heard == signal.SIGCHLD:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended == child:
-                code = os.waitstatus_to_exitcode(status)
-                return code if code >= 0 else EXIT_CODE_OF_SIGNALS - code
+            if (code := _exit_code_of(child)) is not None:
+                return code
         elif not wishes or time.monotonic() > wishes[-1] + SAME_WISH_S:
             wishes.append(time.monotonic())
             os.kill(child, heard if len(wishes) < WISHES_THAT_KILL else signal.SIGKILL)
+
+
+def _exit_code_of(child: int) -> int | None:
+    """None while it runs. The first process of a container is given the orphans of all others: those that ended are
+    taken, too, else they would stay."""
+    while True:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == 0:
+            return None
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else EXIT_CODE_OF_SIGNALS - code
 
 
 def _end_with(parent: int) -> None:
