@@ -117,7 +117,7 @@ def test_flags_choose_the_load() -> None:
     assert arguments().workload is OnlineWorkload.RANDOM
 
 
-@pytest.mark.parametrize("words", [("--workload", "trace"), ("--trace", "file")])
+@pytest.mark.parametrize("words", [("--workload", "trace"), ("--trace", __file__)])
 def test_a_trace_and_its_file_go_together(words: tuple[str, ...]) -> None:
     with pytest.raises(InvalidConfiguration, match="go together"):
         bench_online.chosen_load(arguments(*words))

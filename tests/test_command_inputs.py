@@ -23,6 +23,13 @@ from worker.kv_pool import KvPool, bytes_per_cell
         (["doctor", "--wait", "long"], "long is no number of seconds"),
         (["doctor", "--cluster", "/nowhere.yaml"], "the cluster's file /nowhere.yaml cannot be read: No such file"),
         (["bench", "online", "--model", "m", "--base-url", "nonsense"], "looks like http://host:port, not 'nonsense'"),
+        (["bench", "online", "--model", "m", "--result", "/nowhere/x"], "--result: there is no folder /nowhere"),
+        (["bench", "online", "--model", "m", "--prompts", "/nowhere"], "--prompts: there is no file /nowhere"),
+        (["bench", "offline", "m", "--result", "/tmp"], "--result: /tmp is a folder"),
+        (["bench", "offline", "m", "--input-len", "0"], "--input-len: a whole number of at least 1 is wanted, not 0"),
+        (["bench", "offline", "m", "--batch-sizes", "1,x"], "with commas between them, not 1,x"),
+        (["bench", "offline", "m", "--workload", "x"], "--workload: 'x' is none of decode, mixed, prefill"),
+        (["serve", "m", "--front", "x"], "--front: 'x' is none of auto, haproxy, python"),
         (["keys", "--tenant", ""], "--tenant '': String should match"),
         (["keys", "--max-open-requests", "0"], "--max-open-requests 0: Input should be greater than or equal to 1"),
         (["certs", "/dev/null"], "/dev/null cannot be made: File exists"),
@@ -58,4 +65,4 @@ def test_an_output_that_is_a_folder_is_told(tmp_path: Path, capsys: pytest.Captu
     prompts.write_text('{"prompt": "a"}\n')
     assert main(["run", str(tmp_path / "none"), "--prompts", str(prompts), "--output", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert str(tmp_path) in line
+    assert line == f"raycomb: error: the output {tmp_path} is a folder"

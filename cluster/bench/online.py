@@ -20,6 +20,7 @@ from cluster.bench import workloads as bench_workloads
 from cluster.bench.latency import LoadResult, RequestRecord, result_block
 from cluster.bench.sse_client import HttpError, Target, post_events
 from cluster.bench.workloads import OnlineWorkload, Prompt
+from cluster.commands.argument_types import file_to_read, file_to_write
 from planner.errors import InvalidConfiguration
 
 PATH = "/v1/completions"
@@ -128,18 +129,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefix-len", type=int, default=512, help="shared-prefix: tokens of each prefix")
     parser.add_argument("--num-prefixes", type=int, default=20, help="shared-prefix: how many there are")
-    parser.add_argument("--trace", type=Path, help="trace: JSON lines with at, output_len, and prompt or input_len")
+    parser.add_argument(
+        "--trace",
+        type=file_to_read,
+        metavar="FILE",
+        help="trace: JSON lines with at, output_len, and prompt or input_len",
+    )
     parser.add_argument(
         "--goodput", nargs="+", default=[], metavar="MEASURE:MS", help="count requests within ttft, tpot and e2el"
     )
     parser.add_argument("--input-len", type=int, default=128, help="tokens of each random prompt")
     parser.add_argument("--output-len", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--vocab-size", type=int, default=32_000, help="random token ids are below this")
-    parser.add_argument("--prompts", type=Path, help="JSON lines with prompt or prompt_token_ids, and max_tokens")
+    parser.add_argument(
+        "--prompts",
+        type=file_to_read,
+        metavar="FILE",
+        help="JSON lines with prompt or prompt_token_ids, and max_tokens",
+    )
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--result", type=Path, help="also write the figures to this file")
-    parser.add_argument("--plot", type=Path, help="also draw them: a .png, .svg or .pdf (needs matplotlib)")
+    parser.add_argument("--result", type=file_to_write, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw them: a .png, .svg or .pdf (needs matplotlib)"
+    )
 
 
 def read_prompts(path: Path, output_len: int) -> list[Prompt]:

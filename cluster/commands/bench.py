@@ -6,13 +6,13 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from cluster.bench import online as bench_online
 from cluster.bench.offline import DecodePoint, OfflineBench, ThroughputPoint
 from cluster.bench.workload import Workload
 from cluster.checkpoints import resolve
+from cluster.commands.argument_types import file_to_write, member_of, positive, positives
 from cluster.commands.engine_flags import ADAPTERS, add_engine_flags, engine_config, given_engine_settings
 from cluster.offline.engine import OfflineEngine, open_offline
 from planner.errors import InvalidConfiguration
@@ -134,27 +134,15 @@ def _shown(value: float | int) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3f}"
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in text.split(","))
-    if min(sizes) < 1:
-        raise ValueError(f"batch sizes must be positive, not {text}")
-    return sizes
-
-
-def _positive(text: str) -> int:
-    (value,) = _sizes(text)
-    return value
-
-
 def _add_offline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a program, a hub id or smollm2-135m")
-    parser.add_argument("--workload", type=Workload, default=Workload.DECODE, metavar="decode|mixed|prefill")
-    parser.add_argument("--batch-sizes", type=_sizes, help="decode: sequences at once (default: 1,8,32)")
-    parser.add_argument("--input-len", type=_positive, help="tokens of a prompt (default: decode 128, prefill 2048)")
-    parser.add_argument("--output-len", type=_positive, help="decode: tokens after the first (default: 256)")
-    parser.add_argument("--num-prompts", type=_positive, help="(default: mixed 256, prefill 64)")
-    parser.add_argument("--length-range", type=_positive, nargs=2, metavar=("LOW", "HIGH"), help="(default: 100 1024)")
+    parser.add_argument("--workload", type=member_of(Workload), default=Workload.DECODE, metavar="decode|mixed|prefill")
+    parser.add_argument("--batch-sizes", type=positives, help="decode: sequences at once (default: 1,8,32)")
+    parser.add_argument("--input-len", type=positive, help="tokens of a prompt (default: decode 128, prefill 2048)")
+    parser.add_argument("--output-len", type=positive, help="decode: tokens after the first (default: 256)")
+    parser.add_argument("--num-prompts", type=positive, help="(default: mixed 256, prefill 64)")
+    parser.add_argument("--length-range", type=positive, nargs=2, metavar=("LOW", "HIGH"), help="(default: 100 1024)")
     parser.add_argument("--seed", type=int, default=0, help="of the load and of dummy weights")
-    parser.add_argument("--repeats", type=_positive, default=2, help="runs of each point; the fastest counts")
-    parser.add_argument("--result", type=Path, help="also write the figures to this file")
+    parser.add_argument("--repeats", type=positive, default=2, help="runs of each point; the fastest counts")
+    parser.add_argument("--result", type=file_to_write, metavar="FILE", help="also write the figures to this file")
     add_engine_flags(parser, without=ADAPTERS | OWN_SETTINGS)

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from cluster.adapters.settings import check_lora_settings, named_modules
 from cluster.checkpoints import resolve
+from cluster.commands.argument_types import file_to_write
 from cluster.commands.engine_flags import add_engine_flags, engine_config, given_engine_settings
 from cluster.commands.terminal import say
 from cluster.language.text import load_text
@@ -37,7 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a program, a hub id or smollm2-135m")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines: prompt or prompt_token_ids, and more")
     parser.add_argument("--output", type=Path, required=True, help="JSON lines, in the order of the prompts")
-    parser.add_argument("--report", type=Path, help="also write counts, rates and the configuration to this file")
+    parser.add_argument(
+        "--report",
+        type=file_to_write,
+        metavar="FILE",
+        help="also write counts, rates and the configuration to this file",
+    )
     parser.add_argument("--tokenizer", help="where the tokenizer is, if not with the model")
     parser.add_argument("--executor", default=BUILD_EXECUTOR, help="import path of what makes the executor")
     parser.add_argument(
@@ -136,6 +142,8 @@ def _check_files(prompts: Path, output: Path) -> int:
         raise InvalidConfiguration(f"there is no prompts file {prompts}", param="prompts")
     if output.exists() and os.path.samefile(prompts, output):
         raise InvalidConfiguration("prompts and output are the same file", param="output")
+    if output.is_dir():
+        raise InvalidConfiguration(f"the output {output} is a folder", param="output")
     if not output.parent.is_dir():
         raise InvalidConfiguration(f"there is no folder {output.parent} for the output", param="output")
     with prompts.open("rb") as file:

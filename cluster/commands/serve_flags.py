@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import get_args
 
-from cluster.commands.argument_types import port_number, seconds
+from cluster.commands.argument_types import member_of, port_number, seconds
 from cluster.commands.engine_flags import add_engine_flags
 from cluster.serving.front import DEFAULT_GRPC_PORT, Front
 from worker.tracing import Protocol
@@ -68,7 +68,7 @@ def _add_front(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--front",
-        type=Front,
+        type=member_of(Front),
         choices=list(Front),
         default=Front.AUTO,
         help="what listens there: HAProxy, or Serve's own proxy in Python (default: HAProxy where it exists)",
