@@ -123,7 +123,8 @@ class WorkerStream:
         """The worker left the membership: take nothing more, let what runs end, then close."""
         self._retiring = True
         self._observer.leave(self.member.worker_id)
-        self._meter.events.note(f"{self.member.worker_id} left the fleet: it gets nothing new, and ends what it runs")
+        what_then = ": it gets nothing new, and ends what it runs" if self._open else ""
+        self._meter.events.note(f"{self.member.worker_id} left the fleet{what_then}")
         self._wake_if_idle()
 
     async def run(self) -> None:
