@@ -34,7 +34,7 @@ from worker.cuda.fp8 import E4M3, Fp8Matrix
 from worker.cuda.graphs import Draw, LaunchedSteps
 from worker.cuda.launch import GRID_LIMIT
 from worker.cuda.lora import CudaLoraSlots
-from worker.cuda.packed import PackedMatrix
+from worker.cuda.packed import PACKED, PackedMatrix
 from worker.kv_pool import KvPool
 from worker.models.config import ModelConfig, read_config
 from worker.models.weights import DecoderWeights, LayerWeights
@@ -144,7 +144,8 @@ def _weights(config: ModelConfig, quantization: Quantization) -> DecoderWeights:
     }  # fmt: skip
     ends = torch.empty(config.vocab_size, hidden, dtype=torch.bfloat16, device=_NOWHERE)
     norm = torch.empty(hidden, dtype=torch.bfloat16, device=_NOWHERE)
-    return DecoderWeights(ends, (LayerWeights(**parts),) * config.num_layers, norm, ends)
+    head = _matrix(config.vocab_size, hidden, "int8") if quantization in PACKED else ends
+    return DecoderWeights(ends, (LayerWeights(**parts),) * config.num_layers, norm, head)
 
 
 def _matrix(rows: int, columns: int, quantization: Quantization) -> Tensor:

@@ -13,62 +13,62 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from benchmarks.decode_step import READ_BYTES_PER_S, SHAPES
+from benchmarks.packed_variants import Product, Tile, own_tile, variants
 from benchmarks.record import record
-from worker.cuda.decode_plan import plan_decode
+from worker.cuda.decode_buffers import DecodeBuffers
+from worker.cuda.decode_plan import split_plan
 from worker.cuda.decode_shape import DecodeShape
-from worker.cuda.gemv import normed_gate_up_gemv_kernel, normed_gemv_kernel, residual_gemv_kernel
-from worker.cuda.linear import gate_up_kernel, split_linear_kernel
+from worker.cuda.gemv import head_gemv_kernel, normed_gate_up_gemv_kernel, normed_gemv_kernel, residual_gemv_kernel
+from worker.cuda.linear import head_kernel
 from worker.cuda.packed import PackedMatrix, pack_int4, pack_int8
-from worker.cuda.packed_products import gate_up_gemv, gate_up_product, normed_gemv, residual_gemv, split_product
-from worker.cuda.packed_tiles import gate_up_tile, gemv_tile, product_tile
+from worker.cuda.packed_products import (
+    gate_up_gemv,
+    head_gemv,
+    head_product,
+    normed_gemv,
+    residual_gemv,
+)
+from worker.cuda.step_products import StepProducts
 from worker.cuda.tiles import GemvTile, LinearTile
 
-Tile = GemvTile | LinearTile
-NAMES: Final = ("qkv", "o", "gate_up", "down")
+NAMES: Final = ("qkv", "o", "gate_up", "down", "head")
 _PADDED_ROWS: Final = 256
 _MOST_SUMS: Final = 2048
 _DISTINCT_BYTES: Final = 300e6
 _REPLAYS: Final = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A matrix [columns, depth]; gate and up are one, whose halves are multiplied with each other."""
-
-    name: str
-    columns: int
-    depth: int
-
-    @property
-    def is_gate_up(self) -> bool:
-        return self.name == "gate_up"
-
-
 class Bench:
     """What products read and write beside their matrices."""
 
-    def __init__(self, shape: DecodeShape) -> None:
-        self.shape, self.device = shape, torch.device("cuda")
+    def __init__(self, shape: DecodeShape, device: torch.device) -> None:
+        self.shape, self.device = shape, device
         widest = max(shape.hidden, shape.query_columns, shape.ffn)
-        self.x = torch.randn(_PADDED_ROWS, widest, device=self.device).bfloat16()
+        plan = split_plan(replace(shape, quantization="int8"), _PADDED_ROWS)
+        assert plan is not None
+        assert plan.linear is not None
+        cut = {name: replace(getattr(plan.linear, name), splits=8) for name in ("qkv", "o", "down")}
+        self.plan = replace(plan, linear=replace(plan.linear, **cut))
+        self.buffers = DecodeBuffers(shape, _PADDED_ROWS, [self.plan], self.device)
+        self.step = StepProducts(shape, self.buffers)
+        self.x = torch.randn(_PADDED_ROWS * widest, device=self.device).bfloat16()
         self.sums = torch.full((_MOST_SUMS,), shape.hidden / _MOST_SUMS, device=self.device)
-        self.partials = torch.empty(8 * _PADDED_ROWS * max(shape.qkv_columns, shape.hidden), device=self.device)
-        self.active = torch.empty(_PADDED_ROWS, shape.ffn, dtype=torch.bfloat16, device=self.device)
-        self.residual, self.norm, self.scaled = (
-            torch.randn(shape.hidden, device=self.device).bfloat16() for _ in range(3)
-        )
+        self.norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device=self.device)
 
     def products(self) -> list[Product]:
         s = self.shape
-        sizes = ((s.qkv_columns, s.hidden), (s.hidden, s.query_columns), (2 * s.ffn, s.hidden), (s.hidden, s.ffn))
+        sizes = (
+            (s.qkv_columns, s.hidden), (s.hidden, s.query_columns), (2 * s.ffn, s.hidden), (s.hidden, s.ffn),
+            (s.vocab_size, s.hidden),
+        )  # fmt: skip
         return [Product(name, *size) for name, size in zip(NAMES, sizes, strict=True)]
 
     def matrices(self, product: Product, bits: int) -> list[Tensor]:
@@ -81,53 +81,55 @@ class Bench:
         return made
 
     def launch(self, product: Product, matrix: Tensor, rows: int, tile: Tile) -> None:
-        options = {"PDL": True, "launch_pdl": True, "num_warps": tile.warps}
-        if isinstance(tile, GemvTile):
-            self._row(product, matrix, tile, options | {"num_stages": 2})
+        x = self.x[: _PADDED_ROWS * product.depth].view(_PADDED_ROWS, product.depth)
+        if product.name == "head":
+            self._head(x, matrix, rows, tile)
+        elif isinstance(tile, GemvTile):
+            self._row(product, matrix, tile)
+        elif product.is_gate_up:
+            self.step.gate_up(x, matrix, rows, self.plan, tile)
         else:
-            self._rows(product, matrix, rows, tile, options | {"num_stages": tile.stages})
+            self.step.split(x, matrix, rows, self.plan, tile)
 
-    def _row(self, product: Product, matrix: Tensor, tile: GemvTile, options: dict[str, Any]) -> None:
-        x, sums, out, n, k = self.x, self.sums, self.partials, product.columns, product.depth
+    def _row(self, product: Product, matrix: Tensor, tile: GemvTile) -> None:
+        x, sums, b, n, k = self.x, self.sums, self.buffers, product.columns, product.depth
+        options = self.plan.launch(tile.warps)
         if isinstance(matrix, PackedMatrix):
             if product.is_gate_up:
-                gate_up_gemv(x, sums, _MOST_SUMS, 0.0, matrix, self.active, tile, options)
+                gate_up_gemv(x, sums, _MOST_SUMS, 0.0, matrix, b.active, tile, options)
             elif product.name == "qkv":
-                normed_gemv(x, sums, _MOST_SUMS, 0.0, matrix, out, tile, options)
+                normed_gemv(x, sums, _MOST_SUMS, 0.0, matrix, b.partials, tile, options)
             else:
-                residual_gemv(x, matrix, self.residual, self.norm, self.scaled, sums, tile, options)
+                residual_gemv(x, matrix, b.residual, self.norm, b.normed, sums, tile, options)
             return
         shared = {"K": k, "COLUMNS": tile.columns, "DEPTH": tile.depth, **options}
+        normed = {"MAX_SUMS": _MOST_SUMS, "EARLY": tile.early, **shared}
         if product.is_gate_up:
-            normed_gate_up_gemv_kernel[(n // 2 // tile.columns,)](
-                x, sums, matrix, self.active, _MOST_SUMS, 0.0, N=n // 2, MAX_SUMS=_MOST_SUMS, EARLY=tile.early, **shared
-            )
+            grid = (n // 2 // tile.columns,)
+            normed_gate_up_gemv_kernel[grid](x, sums, matrix, b.active, _MOST_SUMS, 0.0, N=n // 2, **normed)
         elif product.name == "qkv":
-            normed_gemv_kernel[(n // tile.columns,)](
-                x, sums, matrix, out, _MOST_SUMS, 0.0, MAX_SUMS=_MOST_SUMS, EARLY=tile.early, **shared
-            )
+            normed_gemv_kernel[(n // tile.columns,)](x, sums, matrix, b.partials, _MOST_SUMS, 0.0, **normed)
         else:
-            residual_gemv_kernel[(n // tile.columns,)](x, matrix, self.residual, self.norm, self.scaled, sums, **shared)
+            residual_gemv_kernel[(n // tile.columns,)](x, matrix, b.residual, self.norm, b.normed, sums, **shared)
 
-    def _rows(self, product: Product, matrix: Tensor, rows: int, tile: LinearTile, options: dict[str, Any]) -> None:
-        n, k, stride = product.columns, product.depth, _PADDED_ROWS * product.columns
-        x = self.x.view(-1)[: _PADDED_ROWS * k].view(_PADDED_ROWS, k)
-        if isinstance(matrix, PackedMatrix):
-            if product.is_gate_up:
-                gate_up_product(x, matrix, self.active, rows, tile, options)
+    def _head(self, x: Tensor, matrix: Tensor, rows: int, tile: Tile) -> None:
+        """Without logits, as a step of greedy rows."""
+        b = self.buffers
+        (n, k), ends, programs = matrix.shape, (b.logits, b.best, b.best_id), -(-len(matrix) // tile.columns)
+        options = self.plan.launch(tile.warps, tile.stages if isinstance(tile, LinearTile) else 2)
+        shared = {"N": n, "K": k, "COLUMNS": tile.columns, "DEPTH": tile.depth, "STORE_LOGITS": False, **options}
+        if isinstance(tile, GemvTile):
+            if isinstance(matrix, PackedMatrix):
+                head_gemv(x, self.sums, _MOST_SUMS, 0.0, matrix, *ends, tile, options, store_logits=False)
             else:
-                split_product(x, matrix, self.partials, rows, stride, tile, options)
-            return
-        shared = {
-            "K": k, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAP": tile.swap,
-            "EARLY": tile.early, **options,
-        }  # fmt: skip
-        if product.is_gate_up:
-            grid = (n // 2 // tile.columns, -(-rows // tile.rows))
-            gate_up_kernel[grid](x, matrix, self.active, rows, N=n // 2, **shared)
+                head_gemv_kernel[(programs,)](
+                    x, self.sums, matrix, *ends, _MOST_SUMS, 0.0, MAX_SUMS=_MOST_SUMS, **shared
+                )
+        elif isinstance(matrix, PackedMatrix):
+            head_product(x, matrix, *ends, rows, tile, options, store_logits=False)
         else:
-            split_grid = (n // tile.columns, tile.splits, -(-rows // tile.rows))
-            split_linear_kernel[split_grid](x, matrix, self.partials, rows, stride, N=n, SPLITS=tile.splits, **shared)
+            grid = (programs, -(-rows // tile.rows))
+            head_kernel[grid](x, matrix, *ends, rows, programs, ROWS=tile.rows, SWAP=tile.swap, **shared)
 
     def microseconds(self, product: Product, matrices: Sequence[Tensor], rows: int, tile: Tile) -> float:
         """Of one product, the median."""
@@ -159,53 +161,11 @@ def _graph_microseconds(run: Callable[[], None]) -> float:
     return float(statistics.median(times))
 
 
-def own_tile(shape: DecodeShape, product: Product, rows: int, bits: int) -> Tile | None:
-    """What the engine runs; of bfloat16 none where the library does."""
-    if bits < 16 and rows == 1:
-        gemv = gemv_tile(bits, product.columns, product.depth)
-        return replace(gemv, columns=gemv.columns // 2) if gemv is not None and product.is_gate_up else gemv
-    if bits < 16 and product.is_gate_up:
-        return gate_up_tile(bits, rows, product.columns // 2, product.depth)
-    if bits < 16:
-        return product_tile(bits, rows, product.columns, product.depth)
-    plan = plan_decode(shape, rows, hopper=True)
-    tiles = plan.gemv or plan.linear
-    tile: Tile | None = None if tiles is None else getattr(tiles, product.name)
-    return tile
-
-
-def variants(product: Product, bits: int, own: Tile) -> Iterable[Tile]:
-    """The engine's own and what may be better, the most telling first."""
-    yield own
-    if isinstance(own, GemvTile):
-        for columns, warps in ((8, 2), (16, 2), (8, 4), (16, 4), (16, 1), (8, 8)):
-            each = columns // 2 if product.is_gate_up else columns
-            tile = GemvTile(each, warps * 32 * 128 // bits, warps)
-            if tile != own and product.columns % columns == 0:
-                yield tile
-        yield replace(own, early=True)
-        return
-    other_splits = () if product.is_gate_up else (own.splits // 2, own.splits * 2)
-    for splits in other_splits:
-        if splits and product.depth % (splits * own.depth) == 0 and splits <= 8:
-            yield replace(own, splits=splits)
-    for stages in (own.stages - 1, own.stages + 1):
-        yield replace(own, stages=stages)
-    wide = own.columns * (2 if product.is_gate_up else 1) == 128
-    depth = own.depth * 2 if wide and bits == 4 and own.rows < 64 else own.depth // 2 if not wide else own.depth
-    columns = own.columns // 2 if wide else own.columns * 2
-    if product.columns % columns == 0 and product.depth % (own.splits * depth) == 0:
-        yield replace(own, columns=columns, depth=depth, warps=4)
-    yield replace(own, warps=12 - own.warps)  # 8 for 4 and 4 for 8
-    if own.depth > 64:
-        yield replace(own, depth=own.depth // 2, stages=own.stages + 1)
-
-
 def run(shape: DecodeShape, rows: Sequence[int], seconds: float) -> list[dict[str, Any]]:
-    bench, ends = Bench(shape), time.monotonic() + seconds
+    bench, ends = Bench(shape, torch.device("cuda")), time.monotonic() + seconds
     figures: list[dict[str, Any]] = []
     for product in bench.products():
-        for bits in (16, 8, 4):
+        for bits in (16, 8) if product.name == "head" else (16, 8, 4):
             matrices = bench.matrices(product, bits)
             stored = sum(part.nbytes for part in _parts(matrices[0]))
             for width in rows:
@@ -262,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
-    parser.add_argument("--seconds", type=float, default=40.0, help="for each of the four products, beyond own tiles")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for each of the five products, beyond own tiles")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)

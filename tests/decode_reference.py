@@ -125,7 +125,7 @@ def in_float32(weights: DecoderWeights) -> DecoderWeights:
         layers=tuple(layer(w) for w in weights.layers),
         embedding=weights.embedding.float(),
         final_norm=weights.final_norm.float(),
-        head=weights.head.float(),
+        head=_exact(weights.head),
     )
 
 

@@ -48,7 +48,7 @@ def plain(weights: DecoderWeights) -> DecoderWeights:
     """Tensors of what packed matrices stand for."""
     names = ("qkv", "output", "gate_up", "down")
     layers = tuple(replace(each, **{name: values_of(getattr(each, name)) for name in names}) for each in weights.layers)
-    return replace(weights, layers=layers)
+    return replace(weights, layers=layers, head=values_of(weights.head))
 
 
 def with_weights(model: Model, weights: DecoderWeights) -> Model:

@@ -16,9 +16,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.cuda_rig import DEVICE, INTERPRETED
 from worker.cuda.packed import PackedMatrix, pack_int4, pack_int8
-from worker.cuda.packed_products import residual_gemv
+from worker.cuda.packed_products import head_gemv, head_product, residual_gemv
 from worker.cuda.packed_rows import product_of_rows
-from worker.cuda.packed_tiles import product_tile
+from worker.cuda.packed_tiles import head_tile, product_tile
 from worker.cuda.tiles import GemvTile
 
 pytestmark = [
@@ -85,3 +85,35 @@ def test_what_is_no_number_shows_in_every_product_of_a_lone_row(pack: Pack, faul
     assert lone_product(x, matrix, tile).isfinite().all()
     x[700] = fault
     assert not lone_product(x, matrix, tile).isfinite().any()
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("store_logits", [True, False])
+def test_a_head_gives_logits_and_each_programs_best_token(num_rows: int, store_logits: bool) -> None:
+    """Of 203 tokens, which fill no whole program, two are alike: the lower one counts."""
+    torch.manual_seed(num_rows)
+    values = torch.randn(203, 192, device=DEVICE).to(DTYPE)
+    values[150] = values[60]
+    head, x = pack_int8(values), torch.randn(16, 192, device=DEVICE).to(DTYPE)
+    x[0] = values[60]
+    sums, logits = torch.full((1,), 192.0, device=DEVICE), torch.zeros(num_rows, 203, dtype=DTYPE, device=DEVICE)
+    tile = head_tile(num_rows, *values.shape)
+    assert tile is not None
+    programs = -(-203 // (16 if num_rows == 1 else tile.columns))
+    best = torch.zeros(num_rows, programs, device=DEVICE)
+    best_id = torch.zeros(num_rows, programs, dtype=torch.int32, device=DEVICE)
+    launch = {"PDL": False, "num_warps": 1 if num_rows == 1 else tile.warps, "num_stages": tile.stages}
+    if num_rows == 1:
+        lone = GemvTile(16, 512, 1)
+        head_gemv(x[0], sums, 1, 0.0, head, logits, best, best_id, lone, launch, store_logits=store_logits)
+    else:
+        head_product(x, head, logits, best, best_id, num_rows, tile, launch, store_logits=store_logits)
+    expected = x[:num_rows].double() @ head.values().double().t()
+    if store_logits:
+        assert float((logits.double() - expected).norm() / expected.norm()) < (1e-4 if INTERPRETED else 1e-2)
+    else:
+        assert not logits.any()
+    winners = [int(ids[tops == tops.max()].min()) for tops, ids in zip(best, best_id, strict=True)]
+    assert winners[0] == 60
+    for row, winner in zip(expected, winners, strict=True):
+        assert row[winner] >= row.max() - (1e-3 if INTERPRETED else 0.5)

@@ -85,17 +85,19 @@ def test_linear_multiplies_by_the_values_and_nothing_else_is_possible(pack: obje
         torch.neg(packed)
 
 
-def test_a_packed_decoder_keeps_its_ends_and_counts_its_bytes() -> None:
+def test_a_packed_decoder_keeps_its_embedding_and_counts_its_bytes() -> None:
     plain = random_weights(SMALL, torch.device("cpu"), 0)
     packed = pack_weights(plain, "int4")
     assert packed.embedding is plain.embedding
-    assert packed.head is plain.head
+    assert isinstance(packed.head, PackedMatrix)
+    assert packed.head.bits == 8, "whatever the layers have"
     assert all(isinstance(layer.down, PackedMatrix) for layer in packed.layers)
     assert (packed.quantization, plain.quantization) == ("int4", "none")
     fewer = plain.bytes_read - packed.bytes_read
     matrices = [getattr(plain.layers[0], name) for name in ("qkv", "output", "gate_up", "down")]
     # Four bits and a word for 32 of them, instead of 32.
-    assert fewer == sum(each.numel() * 4 - each.numel() // 2 - each.numel() // 8 for each in matrices)
+    layers = sum(each.numel() * 4 - each.numel() // 2 - each.numel() // 8 for each in matrices)
+    assert fewer == layers + plain.head.numel() * 3 - 4 * len(plain.head)
 
 
 def test_columns_that_make_no_whole_groups_are_refused_with_the_numbers() -> None:

@@ -3,7 +3,8 @@
 On a CPU these are torchao's, for weights of eight and four bits. On a GPU they are ours: `worker.cuda.packed` for such
 weights and `worker.cuda.fp8` for products of fp8.
 
-What is quantized is the layers' `qkv`, `output`, `gate_up` and `down`; all else keeps the model's dtype.
+What is quantized is the layers' `qkv`, `output`, `gate_up` and `down`; all else keeps the model's dtype, but for the LM
+head of a model that is packed on a GPU, which gets eight bits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from planner.errors import InvalidConfiguration
 from worker.config import Quantization
 from worker.cuda.fp8 import check_fp8_matrix, fp8_matrix
-from worker.cuda.packed import pack
+from worker.cuda.packed import PACKED, pack
 from worker.models.weights import Become, DecoderWeights
 
 # Columns of a matrix that share one scale of int4.
@@ -29,24 +30,26 @@ def quantizer(quantization: Quantization) -> Become:
     has no such kernels."""
 
     def become(name: str, matrix: Tensor) -> Tensor:
-        on_gpu = matrix.device.type == "cuda"
-        if quantization == "none" or name not in _MATRICES:
+        is_packed = matrix.device.type == "cuda" and quantization in PACKED
+        if quantization == "none" or not (is_packed or name in _MATRICES):
             return matrix
         if quantization == "fp8":
             check_fp8_matrix(name, matrix)
             return fp8_matrix(matrix)
-        return pack(name, matrix, quantization) if on_gpu else _quantized(matrix, quantization, name)
+        return pack(name, matrix, quantization) if is_packed else _quantized(matrix, quantization, name)
 
     return become
 
 
 def quantize_weights(weights: DecoderWeights, quantization: Quantization) -> DecoderWeights:
     """The same decoder with quantized layers, beside its dense ones. Raises what `quantizer` does."""
+    if quantization == "none":
+        return weights
     become = quantizer(quantization)
     layers = (
         replace(layer, **{name: become(name, getattr(layer, name)) for name in _MATRICES}) for layer in weights.layers
     )
-    return weights if quantization == "none" else replace(weights, layers=tuple(layers))
+    return replace(weights, layers=tuple(layers), head=become("head", weights.head))
 
 
 def _quantized(matrix: Tensor, quantization: Quantization, name: str) -> Tensor:

@@ -14,6 +14,8 @@ from worker.cuda.decode_state import DecodeState
 from worker.cuda.gemv import head_gemv_kernel
 from worker.cuda.linear import head_kernel
 from worker.cuda.norm import advance_kernel, arg_max_kernel, pick_kernel
+from worker.cuda.packed import PackedMatrix, values_of
+from worker.cuda.packed_products import head_gemv, head_product
 
 Sampler = Callable[[torch.Tensor, torch.Tensor, DecodeState], None]
 """Draws from logits [rows, vocab] for the slots row_slots int32[rows] into state.out_tokens[:rows] (and marks
@@ -36,13 +38,23 @@ class DecodeEnd:
         """Logits, and each program's best token of each row (not those of a sampled step of the library chain)."""
         s, b, head = self._shape, self._buffers, self._head
         programs = head_programs(s, plan)
-        if plan.gemv is not None:
+        if plan.gemv is not None and isinstance(head, PackedMatrix):
+            tile = plan.gemv.head
+            head_gemv(
+                b.normed, b.sums, num_sums, s.norm_eps, head, b.logits, b.best, b.best_id, tile,
+                plan.launch(tile.warps), store_logits=store_logits,
+            )  # fmt: skip
+        elif plan.gemv is not None:
             tile = plan.gemv.head
             head_gemv_kernel[(programs,)](
                 b.normed, b.sums, head, b.logits, b.best, b.best_id, num_sums, s.norm_eps, N=s.vocab_size, K=s.hidden,
                 COLUMNS=tile.columns, DEPTH=tile.depth, MAX_SUMS=b.max_sums, STORE_LOGITS=store_logits,
                 **plan.launch(tile.warps),
             )  # fmt: skip
+        elif plan.linear is not None and isinstance(head, PackedMatrix):
+            wide = plan.linear.head
+            launch = plan.launch(wide.warps, wide.stages)
+            head_product(b.normed, head, b.logits, b.best, b.best_id, width, wide, launch, store_logits=store_logits)
         elif plan.linear is not None:
             wide = plan.linear.head
             head_kernel[(programs, math.ceil(width / wide.rows))](
@@ -51,7 +63,7 @@ class DecodeEnd:
                 **plan.launch(wide.warps, wide.stages),
             )  # fmt: skip
         else:
-            torch.mm(b.normed[:width], head.t(), out=b.logits[:width])
+            torch.mm(b.normed[:width], values_of(head).t(), out=b.logits[:width])
             if not store_logits:
                 arg_max_kernel[(programs, width)](
                     b.logits, b.best, b.best_id, programs, VOCAB=s.vocab_size, BLOCK=ARG_MAX_BLOCK, **plan.launch(4)

@@ -126,17 +126,14 @@ def split_plan(shape: DecodeShape, width: int) -> DecodePlan | None:
 def _gemvs(shape: DecodeShape) -> GemvTiles | None:
     if shape.quantization == "fp8":  # whose lone rows are multiplied as others are
         return None
-    tiles = _gemv(shape, shape.hidden <= _SMALL)
-    return tiles if tiles is None or shape.bits is None else packed_gemv_tiles(shape, shape.bits, tiles.head)
+    return _gemv(shape, shape.hidden <= _SMALL) if shape.bits is None else packed_gemv_tiles(shape, shape.bits)
 
 
 def _linears(shape: DecodeShape, width: int, *, whole_gate_up: bool = False) -> LinearTiles | None:
+    if shape.bits is not None:
+        return packed_linear_tiles(shape, shape.bits, width, whole_gate_up=whole_gate_up)
     tiles = _linear(shape, width, shape.hidden <= _SMALL)
-    if tiles is not None and shape.quantization == "fp8":
-        return fp8_linear_tiles(shape, width, tiles.head)
-    if tiles is None or shape.bits is None:
-        return tiles
-    return packed_linear_tiles(shape, shape.bits, width, tiles.head, whole_gate_up=whole_gate_up)
+    return fp8_linear_tiles(shape, width, tiles.head) if tiles is not None and shape.quantization == "fp8" else tiles
 
 
 def _attention(width: int, small: bool) -> AttentionTile:

@@ -46,7 +46,7 @@ def _accumulate(
 
 
 @triton.jit
-def _ask_ahead(w, columns, start, K: tl.constexpr, AHEAD: tl.constexpr):
+def ask_ahead(w, columns, start, K: tl.constexpr, AHEAD: tl.constexpr):
     """Has AHEAD numbers of each column's weights brought into the second-level cache, a line at a time. They do not
     depend on any kernel, so that memory need not idle while one waits."""
     LINE: tl.constexpr = 128 * 8 // w.dtype.element_ty.primitive_bitwidth
@@ -82,7 +82,7 @@ def split_linear_kernel(
     split = tl.program_id(1)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     if PDL and AHEAD > 0:
-        _ask_ahead(w, columns, split * (K // SPLITS), K, AHEAD)
+        ask_ahead(w, columns, split * (K // SPLITS), K, AHEAD)
     if PDL:
         gdc_wait()
     acc = _accumulate(x, w, rows, columns, split * (K // SPLITS), K // SPLITS, K, ROWS, COLUMNS, DEPTH, SWAP)
@@ -112,8 +112,8 @@ def gate_up_kernel(
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
     if PDL and AHEAD > 0:
-        _ask_ahead(w, columns, 0, K, AHEAD)
-        _ask_ahead(w, columns + N, 0, K, AHEAD)
+        ask_ahead(w, columns, 0, K, AHEAD)
+        ask_ahead(w, columns + N, 0, K, AHEAD)
     if PDL:
         gdc_wait()
     if SWAP:

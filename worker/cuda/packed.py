@@ -113,23 +113,24 @@ def packed_matrices(layer: LayerWeights) -> tuple[PackedMatrix, PackedMatrix, Pa
 
 
 def pack_weights(weights: DecoderWeights, quantization: Quantization) -> DecoderWeights:
-    """The same decoder with packed layers, beside its dense ones. Raises what `pack` does."""
+    """The same decoder with packed layers and head, beside its dense ones. Raises what `pack` does."""
     layers = (
         replace(layer, **{name: pack(name, getattr(layer, name), quantization) for name in _MATRICES})
         for layer in weights.layers
     )
-    return replace(weights, layers=tuple(layers))
+    return replace(weights, layers=tuple(layers), head=pack("head", weights.head, quantization))
 
 
 def pack(name: str, matrix: Tensor, quantization: Quantization) -> PackedMatrix:
-    """Raises `InvalidConfiguration` where the matrix of that name cannot be packed so."""
+    """A head has eight bits whatever the layers have. Raises `InvalidConfiguration` where the matrix cannot be packed
+    so, by that name."""
     multiple = GROUP if quantization == "int4" else 16
     if matrix.shape[1] % multiple:
         raise InvalidConfiguration(
             f"{quantization} takes matrices of a multiple of {multiple} columns; {name} has {matrix.shape[1]}",
             param="quantization",
         )
-    return pack_int4(matrix) if quantization == "int4" else pack_int8(matrix)
+    return pack_int4(matrix) if quantization == "int4" and name != "head" else pack_int8(matrix)
 
 
 def pack_int8(matrix: Tensor, numbers_at_once: int = _NUMBERS_AT_ONCE) -> PackedMatrix:

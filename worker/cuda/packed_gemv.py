@@ -91,7 +91,7 @@ def _codes(codes, column, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.conste
 
 
 @triton.jit
-def _with_codes(columns, codes, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr):
+def with_codes(columns, codes, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr):
     """Pairs of a column and its codes from START on."""
     return [(column, _codes(codes, column, START, K, DEPTH, BITS)) for column in columns]
 
@@ -120,7 +120,7 @@ def _dots(
 
 
 @triton.jit
-def _columns(column, other, COLUMNS: tl.constexpr):
+def packed_columns(column, other, COLUMNS: tl.constexpr):
     """COLUMNS of them, 8 or 16: half from `column` on, and half from `other` on."""
     if COLUMNS == 16:
         found = _four_from(column) + _four_from(column + 4) + _four_from(other) + _four_from(other + 4)
@@ -135,7 +135,7 @@ def _four_from(column):
 
 
 @triton.jit
-def _sums(
+def packed_sums(
     x, first, codes, scales, columns,
     K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +145,7 @@ def _sums(
     sums = [_dots(part, each[1], scales, each[0], 0, K, DEPTH, BITS, NATIVE) for each in first]
     for start in tl.static_range(DEPTH, K, DEPTH):
         part = _part_of_x(x, start, K, DEPTH, BITS, NATIVE)
-        more = _with_codes(columns, codes, start, K, DEPTH, BITS)
+        more = with_codes(columns, codes, start, K, DEPTH, BITS)
         dots = [_dots(part, each[1], scales, each[0], start, K, DEPTH, BITS, NATIVE) for each in more]
         sums = _added(sums, dots, COLUMNS)
     return _over_threads(sums, COLUMNS)
@@ -173,7 +173,7 @@ def _over_threads(sums, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _root_mean_square(sums, num_sums, eps, K: tl.constexpr, MAX_SUMS: tl.constexpr):
+def root_mean_square(sums, num_sums, eps, K: tl.constexpr, MAX_SUMS: tl.constexpr):
     """The reciprocal one, from a row's partial sums of squares."""
     parts = tl.arange(0, MAX_SUMS)
     squares = tl.load(sums + parts, mask=parts < num_sums, other=0.0)
@@ -190,12 +190,12 @@ def packed_normed_gemv_kernel(
     if PDL and EARLY:
         gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS
-    columns = _columns(column, column + COLUMNS // 2, COLUMNS)
-    first = _with_codes(columns, codes, 0, K, DEPTH, BITS)
+    columns = packed_columns(column, column + COLUMNS // 2, COLUMNS)
+    first = with_codes(columns, codes, 0, K, DEPTH, BITS)
     if PDL:
         gdc_wait()
-    norm = _root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
-    result = _sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
+    norm = root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
+    result = packed_sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
     if PDL and not EARLY:
         gdc_launch_dependents()
     at = column + tl.arange(0, COLUMNS)
@@ -213,12 +213,12 @@ def packed_gate_up_gemv_kernel(
     if PDL and EARLY:
         gdc_launch_dependents()
     column = tl.program_id(0) * (COLUMNS // 2)
-    columns = _columns(column, column + N, COLUMNS)
-    first = _with_codes(columns, codes, 0, K, DEPTH, BITS)
+    columns = packed_columns(column, column + N, COLUMNS)
+    first = with_codes(columns, codes, 0, K, DEPTH, BITS)
     if PDL:
         gdc_wait()
-    norm = _root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
-    result = _sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
+    norm = root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
+    result = packed_sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
     if PDL and not EARLY:
         gdc_launch_dependents()
     at = column + tl.arange(0, COLUMNS // 2)
@@ -239,13 +239,13 @@ def packed_residual_gemv_kernel(
     if PDL and EARLY:
         gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS
-    columns = _columns(column, column + COLUMNS // 2, COLUMNS)
-    first = _with_codes(columns, codes, 0, K, DEPTH, BITS)
+    columns = packed_columns(column, column + COLUMNS // 2, COLUMNS)
+    first = with_codes(columns, codes, 0, K, DEPTH, BITS)
     if PDL:
         gdc_wait()
     at = column + tl.arange(0, COLUMNS)
     before = tl.load(residual + at).to(tl.float32)
-    result = _sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
+    result = packed_sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
     if PDL and not EARLY:
         gdc_launch_dependents()
     after = (before + result * _column_scales(scales, at, BITS)).to(residual.dtype.element_ty)

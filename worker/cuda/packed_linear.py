@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from worker.cuda.linear import ask_ahead
 from worker.cuda.packed_codes import LOAD_WORDS, in_order
 
 
 @triton.jit
-def _weights(
+def packed_weights(
     x, codes, scales, columns, start, K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +36,7 @@ def _weights(
 
 
 @triton.jit
-def _rows(x, rows, start, K: tl.constexpr, DEPTH: tl.constexpr):
+def packed_rows(x, rows, start, K: tl.constexpr, DEPTH: tl.constexpr):
     """x [rows, K] transposed, K in [start, start + DEPTH)."""
     return tl.load(x + rows[None, :] * K + (start + tl.arange(0, DEPTH))[:, None])
 
@@ -44,20 +45,25 @@ def _rows(x, rows, start, K: tl.constexpr, DEPTH: tl.constexpr):
 def packed_split_kernel(
     x, codes, scales, out, num_rows, split_stride,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out fp32 [SPLITS, rows, N], `split_stride` elements from one split to the next: partial sums of x @ w.T."""
+    if PDL and EARLY:
+        gdc_launch_dependents()
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(1)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    if PDL and AHEAD > 0:
+        ask_ahead(codes, columns, split * (K // SPLITS) * BITS // 32, K * BITS // 32, AHEAD * BITS // 32)
     if PDL:
         gdc_wait()
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     first = split * (K // SPLITS)
     for k in range(0, K // SPLITS, DEPTH):
-        weights = _weights(x, codes, scales, columns, first + k, K, COLUMNS, DEPTH, BITS, NATIVE)
-        acc = tl.dot(weights, _rows(x, rows, first + k, K, DEPTH), acc, input_precision="ieee")
-    if PDL:
+        weights = packed_weights(x, codes, scales, columns, first + k, K, COLUMNS, DEPTH, BITS, NATIVE)
+        acc = tl.dot(weights, packed_rows(x, rows, first + k, K, DEPTH), acc, input_precision="ieee")
+    if PDL and not EARLY:
         gdc_launch_dependents()
     if BITS == 8:
         acc *= tl.load(scales + columns)[:, None]
@@ -69,20 +75,24 @@ def packed_split_kernel(
 def packed_gate_up_kernel(
     x, codes, scales, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    BITS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [rows, N] = silu(x @ gate.T) * (x @ up.T); the matrix is [2 N, K], the gate's rows first. Eight of gate and
     eight of up take turns in the operand, so that a thread gets both of a column."""
+    if PDL and EARLY:
+        gdc_launch_dependents()
     operand = tl.arange(0, 2 * COLUMNS)
     both = tl.program_id(0) * COLUMNS + operand // 16 * 8 + operand % 8 + operand // 8 % 2 * N
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    if PDL and AHEAD > 0:
+        ask_ahead(codes, both, 0, K * BITS // 32, AHEAD * BITS // 32)
     if PDL:
         gdc_wait()
     acc = tl.zeros([2 * COLUMNS, ROWS], tl.float32)
     for k in range(0, K, DEPTH):
-        weights = _weights(x, codes, scales, both, k, K, 2 * COLUMNS, DEPTH, BITS, NATIVE)
-        acc = tl.dot(weights, _rows(x, rows, k, K, DEPTH), acc, input_precision="ieee")
-    if PDL:
+        weights = packed_weights(x, codes, scales, both, k, K, 2 * COLUMNS, DEPTH, BITS, NATIVE)
+        acc = tl.dot(weights, packed_rows(x, rows, k, K, DEPTH), acc, input_precision="ieee")
+    if PDL and not EARLY:
         gdc_launch_dependents()
     if BITS == 8:
         acc *= tl.load(scales + both)[:, None]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from worker.cuda.packed import PackedMatrix
 from worker.cuda.packed_gemv import packed_gate_up_gemv_kernel, packed_normed_gemv_kernel, packed_residual_gemv_kernel
+from worker.cuda.packed_head import packed_head_gemv_kernel, packed_head_kernel
 from worker.cuda.packed_linear import packed_gate_up_kernel, packed_split_kernel, values_kernel
 from worker.cuda.tiles import GemvTile, LinearTile
 
@@ -82,7 +83,8 @@ def split_product(
     num_columns, depth = matrix.shape
     packed_split_kernel[(num_columns // tile.columns, tile.splits, triton.cdiv(num_rows, tile.rows))](
         x, matrix.codes, matrix.scales, out, num_rows, split_stride, N=num_columns, K=depth, SPLITS=tile.splits,
-        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, BITS=matrix.bits, NATIVE=x.is_cuda, **launch,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, BITS=matrix.bits, NATIVE=x.is_cuda, EARLY=tile.early,
+        AHEAD=tile.ahead, **launch,
     )  # fmt: skip
 
 
@@ -93,7 +95,52 @@ def gate_up_product(
     num_columns, depth = len(matrix) // 2, matrix.shape[1]
     packed_gate_up_kernel[(num_columns // tile.columns, triton.cdiv(num_rows, tile.rows))](
         x, matrix.codes, matrix.scales, out, num_rows, N=num_columns, K=depth, ROWS=tile.rows, COLUMNS=tile.columns,
-        DEPTH=tile.depth, BITS=matrix.bits, NATIVE=x.is_cuda, **launch,
+        DEPTH=tile.depth, BITS=matrix.bits, NATIVE=x.is_cuda, EARLY=tile.early, AHEAD=tile.ahead, **launch,
+    )  # fmt: skip
+
+
+def head_gemv(
+    x: Tensor,
+    sums: Tensor,
+    num_sums: int,
+    eps: float,
+    head: PackedMatrix,
+    logits: Tensor,
+    best: Tensor,
+    best_id: Tensor,
+    tile: GemvTile,
+    launch: Launch,
+    *,
+    store_logits: bool,
+) -> None:
+    """Each program's largest of norm(x) times an eight-bit head into `best` and `best_id`, and where asked for all of
+    them into `logits`."""
+    num_tokens, depth = head.shape
+    packed_head_gemv_kernel[(triton.cdiv(num_tokens, tile.columns),)](
+        x, sums, head.codes, head.scales, logits, best, best_id, num_sums, eps, N=num_tokens, K=depth,
+        COLUMNS=tile.columns, DEPTH=tile.depth, MAX_SUMS=len(sums), STORE_LOGITS=store_logits, NATIVE=x.is_cuda,
+        **launch,
+    )  # fmt: skip
+
+
+def head_product(
+    x: Tensor,
+    head: PackedMatrix,
+    logits: Tensor,
+    best: Tensor,
+    best_id: Tensor,
+    num_rows: int,
+    tile: LinearTile,
+    launch: Launch,
+    *,
+    store_logits: bool,
+) -> None:
+    """The same of several rows, which are padded to whole tiles; `best` and `best_id` [rows, programs]."""
+    num_tokens, depth = head.shape
+    programs = triton.cdiv(num_tokens, tile.columns)
+    packed_head_kernel[(programs, triton.cdiv(num_rows, tile.rows))](
+        x, head.codes, head.scales, logits, best, best_id, num_rows, programs, N=num_tokens, K=depth, ROWS=tile.rows,
+        COLUMNS=tile.columns, DEPTH=tile.depth, STORE_LOGITS=store_logits, NATIVE=x.is_cuda, **launch,
     )  # fmt: skip
 
 

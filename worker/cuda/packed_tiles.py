@@ -11,6 +11,9 @@ from dataclasses import replace
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.tiles import GemvTile, GemvTiles, LinearTile, LinearTiles
 
+HEAD_BITS = 8
+"""Of the LM head, whatever the layers have: its numbers are what answers are drawn from."""
+
 MOST_ROWS = 256
 """More of them are multiplied by the vendor's library, with a matrix unpacked for it."""
 
@@ -54,27 +57,36 @@ def _tile(bits: int, num_rows: int, num_columns: int, depth: int, columns: int) 
     return LinearTile(rows, columns, step, 1, stages, warps=8 if rows == columns == 128 else 4, swap=True)
 
 
+def head_tile(num_rows: int, num_tokens: int, depth: int) -> LinearTile | None:
+    """Of an LM head, whose last program may have fewer columns than others."""
+    return _tile(HEAD_BITS, num_rows, -(-num_tokens // 128) * 128, depth, 128)
+
+
 def packed_linear_tiles(
-    shape: DecodeShape, bits: int, width: int, head: LinearTile, *, whole_gate_up: bool
+    shape: DecodeShape, bits: int, width: int, *, whole_gate_up: bool = False
 ) -> LinearTiles | None:
-    """`head` is plain. With `whole_gate_up` gate and up are a product like others, but for K, which is not cut."""
+    """With `whole_gate_up` gate and up are a product like others, but for K, which is not cut."""
     qkv = product_tile(bits, width, shape.qkv_columns, shape.hidden)
     o = product_tile(bits, width, shape.hidden, shape.query_columns)
     gate_up = gate_up_tile(bits, width, shape.ffn, shape.hidden)
     down = product_tile(bits, width, shape.hidden, shape.ffn)
     whole = product_tile(bits, width, 2 * shape.ffn, shape.hidden)
-    if qkv is None or o is None or gate_up is None or down is None or whole is None:
+    head = head_tile(width, shape.vocab_size, shape.hidden)
+    if qkv is None or o is None or gate_up is None or down is None or whole is None or head is None:
         return None
     return LinearTiles(qkv, o, replace(whole, splits=1) if whole_gate_up else gate_up, down, head)
 
 
-def packed_gemv_tiles(shape: DecodeShape, bits: int, head: GemvTile) -> GemvTiles | None:
-    """`head` is plain. A program of gate and up has half of its columns of either."""
+def packed_gemv_tiles(shape: DecodeShape, bits: int) -> GemvTiles | None:
+    """A program of gate and up has half of its columns of either, and the head's last one fewer than others."""
     qkv = gemv_tile(bits, shape.qkv_columns, shape.hidden)
     o = gemv_tile(bits, shape.hidden, shape.query_columns)
     gate_up = gemv_tile(bits, 2 * shape.ffn, shape.hidden)
     down = gemv_tile(bits, shape.hidden, shape.ffn)
-    if qkv is None or o is None or gate_up is None or down is None or shape.ffn % (gate_up.columns // 2):
+    head = gemv_tile(HEAD_BITS, -(-shape.vocab_size // 16) * 16, shape.hidden)
+    if qkv is None or o is None or gate_up is None or down is None or head is None:
+        return None
+    if shape.ffn % (gate_up.columns // 2):
         return None
     return GemvTiles(qkv, o, replace(gate_up, columns=gate_up.columns // 2), down, head)
 

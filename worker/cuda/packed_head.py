@@ -1,0 +1,79 @@
+"""An LM head of eight bits in a decode step: `gemv.head_gemv_kernel` and `linear.head_kernel` for packed ones.
+
+Columns are tokens, of which there may be any number: what a program reads beyond the last is the last one again.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from worker.cuda.packed_gemv import packed_columns, packed_sums, root_mean_square, with_codes
+from worker.cuda.packed_linear import packed_rows, packed_weights
+
+
+@triton.jit(do_not_specialize=["num_sums"])
+def packed_head_gemv_kernel(
+    x, sums, codes, scales, logits, best, best_id, num_sums, eps,
+    N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, MAX_SUMS: tl.constexpr,
+    STORE_LOGITS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Each program's largest logit and its lowest token id into best, best_id [programs], and the logits [N] themselves
+    where asked for, of logits' type. A NaN counts as +inf, so that it shows."""
+    column = tl.program_id(0) * COLUMNS
+    columns = [tl.minimum(each, N - 1) for each in packed_columns(column, column + COLUMNS // 2, COLUMNS)]
+    first = with_codes(columns, codes, 0, K, DEPTH, 8)
+    if PDL:
+        gdc_wait()
+    norm = root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
+    result = packed_sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, 8, NATIVE)
+    if PDL:
+        gdc_launch_dependents()
+    at = column + tl.arange(0, COLUMNS)
+    inside = at < N
+    rounded = (result * norm * tl.load(scales + at, mask=inside, other=0.0)).to(logits.dtype.element_ty)
+    if STORE_LOGITS:
+        tl.store(logits + at, rounded, mask=inside)
+    value = rounded.to(tl.float32)
+    value = tl.where(value != value, float("inf"), value)
+    value = tl.where(inside, value, float("-inf"))
+    top = tl.max(value, axis=0)
+    tl.store(best + tl.program_id(0), top)
+    tl.store(best_id + tl.program_id(0), tl.min(tl.where(value == top, at, N), axis=0))
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+def packed_head_kernel(
+    x, codes, scales, logits, best, best_id, num_rows, num_programs,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    STORE_LOGITS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same of several rows: best, best_id [rows, num_programs], and the logits [rows, N]."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = columns < N
+    read = tl.minimum(columns, N - 1)
+    if PDL:
+        gdc_wait()
+    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for k in range(0, K, DEPTH):
+        weights = packed_weights(x, codes, scales, read, k, K, COLUMNS, DEPTH, 8, NATIVE)
+        acc = tl.dot(weights, packed_rows(x, rows, k, K, DEPTH), acc, input_precision="ieee")
+    if PDL:
+        gdc_launch_dependents()
+    rounded = tl.trans(acc * tl.load(scales + read)[:, None]).to(logits.dtype.element_ty)
+    mine = rows < num_rows
+    if STORE_LOGITS:
+        at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+        tl.store(logits + at, rounded, mask=mine[:, None] & inside[None, :])
+    value = rounded.to(tl.float32)
+    value = tl.where(value != value, float("inf"), value)
+    value = tl.where(inside[None, :], value, float("-inf"))
+    top = tl.max(value, axis=1)
+    top_id = tl.min(tl.where(value == top[:, None], columns[None, :], N), axis=1)
+    tl.store(best + rows * num_programs + tl.program_id(0), top, mask=mine)
+    tl.store(best_id + rows * num_programs + tl.program_id(0), top_id, mask=mine)
