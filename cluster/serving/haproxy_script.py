@@ -56,6 +56,7 @@ def haproxy_script(
     limit = rf"s/^defaults$/&\n    timeout http-request {headers_within_s}s/"
     changes.append(rf"$ a {DONE}")
     watcher = shlex.join([sys.executable, "-I", "-S", haproxy_watch.__file__])
+    removed = shlex.quote(str(folder)) if ends_with_service else ""
     script = folder / "haproxy"
     script.write_text(
         "#!/bin/sh\n"
@@ -67,7 +68,8 @@ def haproxy_script(
         "  fi\n"
         '  before="$word"\n'
         "done\n"
-        f'{watcher} $$ "${{RAY_RAYLET_PID:-$PPID}}" {shlex.quote(str(folder)) if ends_with_service else ""} &\n'
+        'watched=$$ owner="${RAY_RAYLET_PID:-$PPID}"\n'
+        f"(trap '' INT TERM HUP; exec {watcher} $watched $owner {removed}) &\n"
         f'exec {shlex.quote(binary)} -dS "$@"\n'
     )
     script.chmod(0o755)

@@ -2,12 +2,14 @@
 
 HAProxy is the grandchild of a raylet. A raylet that ends, however it does, ends the processes that it started, but not
 those that they started: HAProxy would keep the ports, for nobody. So `cluster.serving.haproxy_script` starts this file,
-by its path and without the packages beside it, for as long as that HAProxy runs. Not for an orderly end, at which Serve
-ends HAProxy itself. Linux only, as the package of HAProxy is.
+by its path and without the packages beside it, for as long as that HAProxy runs, and deaf to signals that may be meant
+for all processes of a service. Not for an orderly end, at which Serve ends HAProxy itself. Linux (5.3 or newer) only,
+as the package of HAProxy is.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import shutil
@@ -47,10 +49,13 @@ def _end(process: int) -> None:
 
 @contextmanager
 def _process(number: int) -> Iterator[int | None]:
-    """A descriptor of the process of that number, as long as the block lasts; None where it is gone already."""
+    """A descriptor of the process of that number, as long as the block lasts; None where it is gone already, also where
+    its number lives on as that of a group."""
     try:
         descriptor = os.pidfd_open(number)
-    except ProcessLookupError:
+    except OSError as error:
+        if error.errno not in (errno.ESRCH, errno.EINVAL):
+            raise
         yield None
         return
     try:
@@ -68,6 +73,4 @@ def _ended(processes: Sequence[int], within_s: float | None) -> list[int]:
 
 
 if __name__ == "__main__":
-    for wish in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what ends the owner may be sent to this one, too
-        signal.signal(wish, signal.SIG_IGN)
     watch(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None)
