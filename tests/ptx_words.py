@@ -10,11 +10,12 @@ import ast
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Words = npt.NDArray[np.uint32]
+Words = npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
 _SOURCE = Path(__file__).parents[1] / "worker" / "cuda" / "packed_codes.py"
 _BFLOAT16_BITS = 7  # of the mantissa
@@ -50,7 +51,8 @@ def evaluated(text: str, given: Mapping[str, Words]) -> dict[str, Words]:
 def _value(source: str, registers: Mapping[str, Words]) -> Words:
     if source.startswith("{"):
         low, high = (registers[each.strip()] for each in source[1:-1].split(","))
-        return low | (high << 16)
+        joined: Words = low | (high << 16)
+        return joined
     return registers[source] if source in registers else np.array([int(source, 0)], dtype=np.uint32)
 
 
@@ -77,7 +79,9 @@ def _halves(operation: Callable[..., npt.NDArray[np.float64]]) -> Callable[..., 
 
     def run(*words: Words) -> Words:
         low = _rounded(operation(*(_float((each & 0xFFFF) << 16) for each in words)))
-        return low | (_rounded(operation(*(_float(each & 0xFFFF0000) for each in words))) << 16)
+        high = _rounded(operation(*(_float(each & 0xFFFF0000) for each in words)))
+        joined: Words = low | (high << 16)
+        return joined
 
     return run
 
