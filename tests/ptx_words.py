@@ -110,7 +110,6 @@ _OPERATIONS: Mapping[str, Callable[..., npt.NDArray[np.integer]]] = {
     "dp4a.s32.s32": _dot(first_signed=True, second_signed=True),
     "mad.lo.s32": lambda a, b, c: (a.astype(np.int64) * b.astype(np.int64) + c) & 0xFFFFFFFF,
     "fma.rn.bf16x2": _halves(lambda a, b, c: a * b + c),
-    "sub.rn.bf16x2": _halves(lambda a, b: a - b),
 }
 
 

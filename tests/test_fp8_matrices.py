@@ -14,7 +14,7 @@ from tests.decode_reference import random_weights
 from worker.cuda.decode_buffers import DecodeBuffers
 from worker.cuda.decode_plan import Chain, adapted, plan_decode
 from worker.cuda.decode_shape import DecodeShape
-from worker.cuda.fp8 import E4M3, Fp8Matrix, check_fp8, fp8_matrix, fp8_rows, fp8_weights
+from worker.cuda.fp8 import E4M3, Fp8Matrix, check_fp8_matrix, fp8_matrix, fp8_rows, fp8_weights
 from worker.cuda.tiles import LinearTile
 
 LLAMA_8B = DecodeShape(
@@ -90,10 +90,18 @@ def test_what_has_no_such_products_is_refused_with_the_numbers() -> None:
     with pytest.raises(
         InvalidConfiguration, match="multiple of 16 columns and rows; gate_up has 64 and 180"
     ) as refusal:
-        check_fp8(odd)
+        check_fp8_matrix("gate_up", odd.layers[0].gate_up)
     assert refusal.value.param == "quantization"
     with pytest.raises(InvalidConfiguration, match=r"compute capability 8\.9"):
-        check_fp8(random_weights(SMALL, torch.device("cpu"), 0))
+        check_fp8_matrix("down", random_weights(SMALL, torch.device("cpu"), 0).layers[0].down)
+
+
+def test_rows_that_are_rounded_apart_are_as_rows_rounded_together() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(33, 64).bfloat16()
+    whole, apart = fp8_matrix(matrix), fp8_matrix(matrix, numbers_at_once=5 * 64)
+    assert torch.equal(whole.codes.view(torch.uint8), apart.codes.view(torch.uint8))
+    assert torch.equal(whole.scales, apart.scales)
 
 
 @pytest.mark.parametrize(("shape", "width"), list(itertools.product([LLAMA_8B, QWEN3_06B], [1, 2, 8, 16, 24, 48, 64])))
@@ -126,6 +134,7 @@ def test_no_program_asks_for_more_than_it_reads() -> None:
     asked = {depth: tile.ahead_of(depth) for depth in (512, 1024, 3072, 4096, 14_336)}
     assert asked == {512: 128, 1024: 256, 3072: 512, 4096: 1024, 14_336: 1024}
     assert tile.ahead_of(256) == 0
+    assert [replace(tile, ahead=128).ahead_of(4096, bits) for bits in (8, 4)] == [128, 0], "four bits: half a line"
     assert replace(tile, ahead=0).ahead_of(4096) == 0
     with pytest.raises(AssertionError, match="power of two"):
         replace(tile, ahead=384)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,16 +74,15 @@ def is_running(process: psutil.Process) -> bool:
 
 
 @pytest.fixture
-def owned(tmp_path: Path) -> Iterator[OwnedHaproxy]:
-    folder = tmp_path / "of-the-service"
-    folder.mkdir()
-    one = OwnedHaproxy(folder)
+def owned() -> Iterator[OwnedHaproxy]:
+    one = OwnedHaproxy(Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp")))  # a socket's path may have 97 characters
     yield one
     for process in (one.haproxy, one.watcher):
         if process.is_running():
             process.kill()
     one.owner.kill()
     one.owner.wait(10)
+    shutil.rmtree(one.folder, ignore_errors=True)
 
 
 def test_it_ends_with_an_owner_that_is_killed_and_leaves_no_port_and_no_file(owned: OwnedHaproxy) -> None:

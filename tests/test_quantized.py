@@ -16,7 +16,7 @@ from tests.tiny_models import save_tiny_model
 from tests.torch_rig import Rig, chunk, executor_of, load, request
 from worker.batch import cut
 from worker.config import EngineConfig, Quantization
-from worker.cuda.fp8 import check_fp8, fp8_weights
+from worker.cuda.fp8 import check_fp8_matrix, fp8_weights
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.models.decoder import Decoder
@@ -102,4 +102,4 @@ def test_a_shape_that_fp8_does_not_multiply_is_refused_rather_than_left_as_it_is
     save_tiny_model("llama", tmp_path, sizes={"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10})
     config = EngineConfig(model=str(tmp_path), device="cpu")
     with pytest.raises(InvalidConfiguration, match="multiple of 16 columns and rows; qkv has 48 and 50"):
-        load_program(config, see_weights=check_fp8)
+        load_program(config, see_weights=lambda weights: check_fp8_matrix("qkv", weights.layers[0].qkv))

@@ -136,10 +136,13 @@ def load_program(
     dtype = _dtype(config, model, device)
     context, least = context_of(config, model.context), min_prefill_of(config)
     become = quantizer(config.quantization) if see_weights is None else as_it_is
-    weights = _weights(config, model, source, dtype, device, keep_blocks, become)
-    if see_weights is not None:
-        see_weights(weights)
-        weights = quantize_weights(weights, config.quantization)
+    try:
+        weights = _weights(config, model, source, dtype, device, keep_blocks, become)
+        if see_weights is not None:
+            see_weights(weights)
+            weights = quantize_weights(weights, config.quantization)
+    except torch.OutOfMemoryError as error:
+        raise InvalidConfiguration(f"the GPU's memory does not hold the weights: {error}", param="model") from error
     cells = _cells_named(config, dtype)
     cell_bytes = bytes_per_cell(model.num_layers, model.num_kv_heads, model.head_dim, cell_dtype(cells, dtype))
     info = ProgramInfo(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from planner.errors import InvalidConfiguration
 from worker.config import Quantization
-from worker.models.stored_matrix import StoredMatrix
+from worker.models.stored_matrix import NUMBERS_AT_ONCE, StoredMatrix, by_rows
 from worker.models.weights import DecoderWeights
 
 E4M3 = torch.float8_e4m3fn
@@ -77,9 +77,15 @@ def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (exact * (1.0 / scales)[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scales
 
 
-def fp8_matrix(matrix: Tensor) -> Fp8Matrix:
+def fp8_matrix(matrix: Tensor, numbers_at_once: int = NUMBERS_AT_ONCE) -> Fp8Matrix:
     """A plain [N, K], rounded."""
-    return Fp8Matrix(*fp8_rows(matrix), matrix.dtype)
+
+    def some(rows: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = fp8_rows(rows)
+        return codes.view(torch.uint8), scales
+
+    codes, scales = by_rows(matrix, some, numbers_at_once)
+    return Fp8Matrix(codes.view(E4M3), scales, matrix.dtype)
 
 
 def exact_product(codes: Tensor, scales: Tensor, matrix: Fp8Matrix) -> Tensor:
@@ -91,13 +97,6 @@ def fp8_weights(weights: DecoderWeights) -> DecoderWeights:
     """The same decoder with rounded layers."""
     layers = (replace(each, **{name: fp8_matrix(getattr(each, name)) for name in _MATRICES}) for each in weights.layers)
     return replace(weights, layers=tuple(layers))
-
-
-def check_fp8(weights: DecoderWeights) -> None:
-    """Raises what `check_fp8_matrix` does of a decoder's matrices."""
-    for layer in weights.layers:
-        for name in _MATRICES:
-            check_fp8_matrix(name, getattr(layer, name))
 
 
 def check_fp8_matrix(name: str, matrix: Tensor) -> None:

@@ -13,7 +13,7 @@ neighbours of each eight columns. (Marlin, Frantar et al. 2024, orders its weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from planner.errors import InvalidConfiguration
 from worker.config import Quantization
-from worker.models.stored_matrix import StoredMatrix
+from worker.models.stored_matrix import NUMBERS_AT_ONCE, StoredMatrix, by_rows
 from worker.models.weights import DecoderWeights, LayerWeights
 
 PACKED: Final[tuple[Quantization, ...]] = ("int8", "int4")
@@ -33,7 +33,6 @@ CODE_OFFSET = 16
 """What is added to a code of four bits before it is multiplied by its scale."""
 
 _LOAD_WORDS = 4
-_NUMBERS_AT_ONCE = 1 << 25
 _MATRICES = ("qkv", "output", "gate_up", "down")
 
 
@@ -133,7 +132,7 @@ def pack(name: str, matrix: Tensor, quantization: Quantization) -> PackedMatrix:
     return pack_int4(matrix) if quantization == "int4" and name != "head" else pack_int8(matrix)
 
 
-def pack_int8(matrix: Tensor, numbers_at_once: int = _NUMBERS_AT_ONCE) -> PackedMatrix:
+def pack_int8(matrix: Tensor, numbers_at_once: int = NUMBERS_AT_ONCE) -> PackedMatrix:
     """Symmetric, a row at a time: its largest magnitude is 127."""
 
     def some(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,10 +141,10 @@ def pack_int8(matrix: Tensor, numbers_at_once: int = _NUMBERS_AT_ONCE) -> Packed
         codes = (exact / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         return _packed(codes.view(torch.uint8), 8), scales
 
-    return PackedMatrix(8, *_by_rows(matrix, some, numbers_at_once), matrix.dtype)
+    return PackedMatrix(8, *by_rows(matrix, some, numbers_at_once), matrix.dtype)
 
 
-def pack_int4(matrix: Tensor, numbers_at_once: int = _NUMBERS_AT_ONCE) -> PackedMatrix:
+def pack_int4(matrix: Tensor, numbers_at_once: int = NUMBERS_AT_ONCE) -> PackedMatrix:
     """Asymmetric: the codes 0 and 15 are a group's least and largest value. Scale and base are rounded first, so that
     the codes make up for it."""
 
@@ -159,16 +158,7 @@ def pack_int4(matrix: Tensor, numbers_at_once: int = _NUMBERS_AT_ONCE) -> Packed
         words = torch.cat((scale, base), dim=2).contiguous().view(torch.int32).squeeze(2)
         return _packed(codes.flatten(1), 4), words
 
-    return PackedMatrix(4, *_by_rows(matrix, some, numbers_at_once), matrix.dtype)
-
-
-def _by_rows(
-    matrix: Tensor, some: Callable[[Tensor], tuple[Tensor, Tensor]], numbers_at_once: int
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales, made of so few rows at a time that what they are made through takes little memory."""
-    at_once = max(1, numbers_at_once // matrix.shape[1])
-    parts = [some(rows) for rows in torch.split(matrix, at_once)]
-    return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
+    return PackedMatrix(4, *by_rows(matrix, some, numbers_at_once), matrix.dtype)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:

@@ -235,18 +235,20 @@ def _nibble_value(words, scale, base, SHIFT: tl.constexpr, NUMBER: tl.constexpr)
 def _byte_values(words, NUMBER: tl.constexpr, NATIVE: tl.constexpr):
     """The four signed bytes in each word as numbers, in the order of `_nibble_values`."""
     if NATIVE and tl.bfloat16 == NUMBER:
-        # Its low seven bits over 128 (0x4300), less 128, or less 256 (0x4380) where its sign is set.
+        # Its low seven bits over 128 (0x4300), and -128 (0xC300), or -256 (0xC380) where its sign is set. Pairs can be
+        # added on GPUs of 9.0 alone, multiplied and added in one on those of 8.0.
         a0, b0, a1, b1 = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 second, v0, v1, less0, less1;
+            .reg .b32 second, v0, v1, less0, less1, one;
             shr.u32 second, $4, 8;
             lop3.b32 v0, $4, 0x007F007F, 0x43004300, 0xEA;
             lop3.b32 v1, second, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 less0, $4, 0x00800080, 0x43004300, 0xEA;
-            lop3.b32 less1, second, 0x00800080, 0x43004300, 0xEA;
-            sub.rn.bf16x2 v0, v0, less0;
-            sub.rn.bf16x2 v1, v1, less1;
+            lop3.b32 less0, $4, 0x00800080, 0xC300C300, 0xEA;
+            lop3.b32 less1, second, 0x00800080, 0xC300C300, 0xEA;
+            mov.b32 one, 0x3F803F80;
+            fma.rn.bf16x2 v0, v0, one, less0;
+            fma.rn.bf16x2 v1, v1, one, less1;
             mov.b32 {$0, $1}, v0;
             mov.b32 {$2, $3}, v1;
             }

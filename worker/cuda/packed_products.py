@@ -84,7 +84,7 @@ def split_product(
     packed_split_kernel[(num_columns // tile.columns, tile.splits, triton.cdiv(num_rows, tile.rows))](
         x, matrix.codes, matrix.scales, out, num_rows, split_stride, N=num_columns, K=depth, SPLITS=tile.splits,
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, BITS=matrix.bits, NATIVE=x.is_cuda, EARLY=tile.early,
-        AHEAD=tile.ahead, **launch,
+        AHEAD=tile.ahead_of(depth, matrix.bits), **launch,
     )  # fmt: skip
 
 
@@ -95,7 +95,8 @@ def gate_up_product(
     num_columns, depth = len(matrix) // 2, matrix.shape[1]
     packed_gate_up_kernel[(num_columns // tile.columns, triton.cdiv(num_rows, tile.rows))](
         x, matrix.codes, matrix.scales, out, num_rows, N=num_columns, K=depth, ROWS=tile.rows, COLUMNS=tile.columns,
-        DEPTH=tile.depth, BITS=matrix.bits, NATIVE=x.is_cuda, EARLY=tile.early, AHEAD=tile.ahead, **launch,
+        DEPTH=tile.depth, BITS=matrix.bits, NATIVE=x.is_cuda, EARLY=tile.early,
+        AHEAD=tile.ahead_of(depth, matrix.bits), **launch,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ def product_of_rows(x: Tensor, matrix: PackedMatrix) -> Tensor:
     """x [T, K] times the matrix [N, K] transposed: [T, N], of x's dtype; float32 sums. Waits for nothing."""
     num_rows, (num_columns, depth) = len(x), matrix.shape
     tile = product_tile(matrix.bits, num_rows, num_columns, depth)
-    if tile is None:
+    if tile is None or (x.is_cuda and x.dtype == torch.float32):  # of which the tensor cores have no exact products
         return functional.linear(x, unpacked(matrix))
     room = -(-num_rows // tile.rows) * tile.rows
     whole = functional.pad(x, (0, 0, 0, room - num_rows)).contiguous()  # a tile reads all of its rows

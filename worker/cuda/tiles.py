@@ -38,10 +38,12 @@ class LinearTile:
         """Whether whole tiles cover a matrix [num_columns, depth]; kernels ask for nothing less, and do not look."""
         return num_columns % self.columns == 0 and depth % (self.splits * self.depth) == 0
 
-    def ahead_of(self, depth: int) -> int:
-        """`ahead` for a matrix of this depth: no more than a program reads of it."""
+    def ahead_of(self, depth: int, bits: int = 8) -> int:
+        """`ahead` for a matrix of this depth and numbers of so many bits: no more than a program reads of it, and
+        nothing where that is less than a line of 128 bytes."""
         part = depth // self.splits
-        return 0 if part < 128 else min(self.ahead, 1 << (part.bit_length() - 1))
+        ahead = 0 if part == 0 else min(self.ahead, 1 << (part.bit_length() - 1))
+        return ahead if ahead >= max(128, 128 * 8 // bits) else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,16 @@ multiplies; what its kernels read is its own business.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from worker.config import Quantization
+
+NUMBERS_AT_ONCE: Final = 1 << 25
+"""Of a matrix that is being quantized: what it is made through has several times their size."""
 
 
 class StoredMatrix(Tensor):
@@ -52,3 +56,13 @@ class StoredMatrix(Tensor):
 
 def _linear(input: Tensor, weight: StoredMatrix, bias: Tensor | None = None) -> Tensor:
     return weight.linear(input, bias)
+
+
+def by_rows(
+    matrix: Tensor, some: Callable[[Tensor], tuple[Tensor, Tensor]], numbers_at_once: int
+) -> tuple[Tensor, Tensor]:
+    """What `some` makes of rows, codes and scales, of all rows of a plain matrix, taken so few at a time that they are
+    at most so many numbers, or one row."""
+    at_once = max(1, numbers_at_once // matrix.shape[1])
+    parts = [some(rows) for rows in torch.split(matrix, at_once)]
+    return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
