@@ -15,6 +15,7 @@ def check_request(request: Request, limits: Limits) -> None:
     _check_ids("prompt", outside[:1].tolist(), limits.vocab_size)
     _check_ids("stop_token_ids", request.stop_token_ids, limits.vocab_size)
     _check_ids("logit_bias", (token for token, _ in request.sampling.logit_bias), limits.vocab_size)
+    _check_ids("bad_words", (token for word in request.sampling.bad_words for token in word), limits.vocab_size)
     if request.pooling is not None and not limits.pools:
         raise InvalidRequest("this program gives no vectors of prompts", param="pooling")
     if request.n > limits.max_num_seqs:

@@ -110,3 +110,25 @@ def test_the_least_recently_used_are_forgotten_and_their_users_keep_what_they_ha
     grammars.prepare("first")
     settle(background)
     assert compiler.compiled.count("first") == 2
+
+
+def test_idle_copies_make_room_before_any_grammar_is_forgotten_and_none_is_made_where_there_is_no_room(
+    background: ThreadPoolExecutor,
+) -> None:
+    compiler = Compiler()
+    compiler.permit(10 * MAX_COMPILED)
+    grammars = CompiledGrammars(compiler, background, max_sources=2)
+    taken = [grammars.take("busy"), grammars.take("busy")]
+    settle(background)
+    for source in taken:
+        grammars.give_back(source)
+    for number in range(MAX_COMPILED - 1):
+        grammars.prepare(str(number))
+    settle(background)
+    assert compiler.compiled.count("busy") == 2
+    grammars.take("busy")
+    grammars.take("busy")
+    for number in range(MAX_COMPILED - 1):
+        grammars.prepare(str(number))
+    settle(background)
+    assert len(compiler.compiled) == MAX_COMPILED + 1, "nothing was forgotten, and nothing compiled again"

@@ -122,6 +122,7 @@ def test_every_index_draws_from_a_stream_of_its_own(seed: int, index: int) -> No
         ({"prompt": [1, -3]}, r"prompt has token id -3, and the vocabulary is \[0, 10\)"),
         ({"stop_token_ids": frozenset({12})}, r"stop_token_ids has token id 12"),
         ({"sampling": SamplingParams(logit_bias=((99, 1.0),))}, r"logit_bias has token id 99"),
+        ({"sampling": SamplingParams(bad_words=((1, 10),))}, r"bad_words has token id 10"),
         ({"n": 5}, r"n = 5 sequences are asked for, and at most 4 run at once"),
     ],
 )

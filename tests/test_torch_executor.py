@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from planner.errors import ForwardFailed, InvalidConfiguration
+from planner.errors import ForwardFailed, GrammarFailed, InvalidConfiguration
 from planner.request import SamplingParams
 from planner.slices import Method, Slice
 from planner.step import ChunkOutput
@@ -21,6 +22,7 @@ from worker.config import EngineConfig
 from worker.executor import limits_for
 from worker.forwards import EagerForwards, SelectedLogits
 from worker.kv_pool import KvPool
+from worker.masks import BitMask, ConstrainedRow, NoMasks
 from worker.program import Program, build_executor
 from worker.torch_executor import TorchExecutor
 
@@ -127,6 +129,28 @@ def test_a_fault_of_the_device_itself_is_the_executors_end(program: Program) -> 
     pool = KvPool(info.num_layers, 64, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
     with pytest.raises(torch.AcceleratorError):
         run_step(TorchExecutor(info, Faulty(decoder, pool)), [chunk(PROMPT, range(10))])
+
+
+def test_masks_of_a_forward_that_failed_are_done_when_the_step_is(program: Program) -> None:
+    class Slow(NoMasks):
+        num_made = 0
+
+        def masks(self, rows: Sequence[ConstrainedRow]) -> list[BitMask | GrammarFailed]:
+            time.sleep(0.2)
+            self.num_made += len(rows)
+            return super().masks(rows)
+
+    class Faulty(EagerForwards):
+        def run(self, batch: Batch, method: Method, wanted: Sequence[int]) -> SelectedLogits:
+            raise RuntimeError("no room")
+
+    info, decoder, slow = program.info, program.decoder, Slow()
+    pool = KvPool(info.num_layers, 64, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
+    executor = TorchExecutor(info, Faulty(decoder, pool), grammars=slow)
+    asked = chunk(PROMPT, range(10), sampling=SamplingParams(grammar="any"))._replace(history=np.array(PROMPT))
+    (outcome,) = run_step(executor, [asked])
+    assert isinstance(outcome, ForwardFailed)
+    assert slow.num_made == 1
 
 
 def test_logprobs_of_prompt_and_token_equal_those_of_transformers(program: Program, model: Any) -> None:

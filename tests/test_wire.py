@@ -179,6 +179,9 @@ def test_a_token_id_that_cannot_travel_is_refused_by_name(token: int) -> None:
     biased = SamplingParams(logit_bias=((token, 1.0),))
     with pytest.raises(InvalidRequest, match="logit_bias"):
         wire.request_to_proto(1, Request(prompt=prompt[:1], max_tokens=1, sampling=biased))
+    bad = SamplingParams(bad_words=((1, token),))
+    with pytest.raises(InvalidRequest, match="bad_words"):
+        wire.request_to_proto(1, Request(prompt=prompt[:1], max_tokens=1, sampling=bad))
     with pytest.raises(InvalidRequest, match="stop_token_ids"):
         wire.request_to_proto(1, Request(prompt=prompt[:1], max_tokens=1, stop_token_ids=frozenset({token})))
 

@@ -48,7 +48,7 @@ class CompiledGrammars(Generic[Compiled]):
         sources = self._known(grammar)
         ready = [source for source in sources if source.compiled.done()]
         chosen = min(ready or sources[:1], key=lambda source: source.num_users)
-        if chosen.num_users > 0 and len(ready) == len(sources) < self._max_sources:
+        if chosen.num_users > 0 and len(ready) == len(sources) < self._max_sources and self._num_sources < MAX_COMPILED:
             self._compile_once_more(grammar)
         chosen.num_users += 1
         return chosen
@@ -70,5 +70,18 @@ class CompiledGrammars(Generic[Compiled]):
     def _compile_once_more(self, grammar: str) -> None:
         sources = self._sources.setdefault(grammar, [])
         sources.append(Source(self._background.submit(self._compile, grammar)))
-        while sum(map(len, self._sources.values())) > MAX_COMPILED:
-            self._sources.popitem(last=next(iter(self._sources)) == grammar)
+        while self._num_sources > MAX_COMPILED:
+            self._forget_one(grammar)
+
+    @property
+    def _num_sources(self) -> int:
+        return sum(map(len, self._sources.values()))
+
+    def _forget_one(self, wanted: str) -> None:
+        """An idle source of a grammar that has others, or else all of the grammar that was asked for longest ago."""
+        for sources in self._sources.values():
+            idle = next((source for source in sources[1:] if source.num_users == 0), None)
+            if idle is not None:
+                sources.remove(idle)
+                return
+        self._sources.popitem(last=next(iter(self._sources)) == wanted)

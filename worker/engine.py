@@ -180,8 +180,10 @@ class Engine:
         except BaseException as error:
             logger.exception("the engine died")
             self._phase = EngineState.DEAD
-            loop.abandon(error)
-            self._on_death(error)
+            try:
+                loop.abandon(error)
+            finally:
+                self._on_death(error)
         finally:
             loop.close()
 

@@ -7,7 +7,7 @@ an exported program it runs that. It works on any device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 import torch
@@ -112,10 +112,14 @@ class TorchExecutor:
         self._grammars.drop(step.dropped)
         self._begin_masks(step.chunks)
         runs = [_ChunkRun() for _ in step.chunks]
-        with torch.inference_mode():
-            run_swaps(self._swap, step)
-            for piece_of in step.slices:
-                self._run_slice(step.chunks, piece_of, runs)
+        try:
+            with torch.inference_mode():
+                run_swaps(self._swap, step)
+                for piece_of in step.slices:
+                    self._run_slice(step.chunks, piece_of, runs)
+        finally:  # also of a forward that failed before it needed them: grammars are one thread's at a time
+            if self._masks is not None:
+                wait([self._masks])
         self._result = StepResult([run.outcome for run in runs])
 
     def collect(self) -> StepResult:

@@ -235,6 +235,7 @@ def adapter_from_proto(message: pb.Adapter) -> Adapter:
 
 def _sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:
     _check_ids("logit_bias", (token for token, _ in sampling.logit_bias))
+    _check_ids("bad_words", (token for word in sampling.bad_words for token in word))
     return pb.Sampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

@@ -49,10 +49,11 @@ class PinnedPages:
     def upload(self, values: npt.NDArray[Any]) -> Tensor:
         """A new tensor on the device with these values, behind everything launched so far. Returns at once, but for an
         array that is larger than a page, for which torch pins memory."""
-        if values.nbytes > len(self._pages[0]):
-            host = torch.tensor(values)
-            return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
         dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
+        if values.nbytes > len(self._pages[0]):
+            host = torch.empty(values.shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+            host.numpy()[...] = values
+            return host.to(self._device, non_blocking=True)
         host = self._room(values.nbytes).view(dtype).view(values.shape)
         host.numpy()[...] = values
         return torch.empty(values.shape, dtype=dtype, device=self._device).copy_(host, non_blocking=True)
