@@ -9,6 +9,7 @@ from pathlib import Path
 from planner.errors import InvalidAdapter
 from planner.request import Adapter
 from worker.adapters import AdapterMatrices
+from worker.models.lora_config import WEIGHTS_FILE
 
 REVISION_FILE = "revision"
 
@@ -50,5 +51,6 @@ def save_fake_adapter(folder: Path, revision: int) -> Path:
     """What `raycomb serve` checks before it starts is there too."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
+    (folder / WEIGHTS_FILE).touch()
     (folder / REVISION_FILE).write_text(str(revision))
     return folder

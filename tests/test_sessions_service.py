@@ -107,9 +107,13 @@ class Client:
         return told["state"], told["position"], told["has_pending"]
 
 
-def http_address(gateway: psutil.Process) -> str:
-    """Where a gateway itself listens for HTTP."""
-    for connection in gateway.net_connections("inet"):
+def http_address(gateway: psutil.Process) -> str | None:
+    """Where a gateway itself listens for HTTP; None where it does not yet."""
+    try:
+        connections = gateway.net_connections("inet")
+    except psutil.NoSuchProcess:
+        return None
+    for connection in connections:
         if connection.status == psutil.CONN_LISTEN:
             url = f"http://127.0.0.1:{connection.laddr.port}"
             try:
@@ -117,13 +121,21 @@ def http_address(gateway: psutil.Process) -> str:
                     return url
             except httpx.HTTPError:
                 continue
-    raise AssertionError(f"gateway {gateway.pid} listens for no HTTP")
+    return None
 
 
 def two_gateways(service: ServiceProcess) -> dict[str, psutil.Process]:
     """Both, by their own addresses."""
-    wait_until(lambda: len(service.processes(GATEWAY)) == 2, BACK_WITHIN_S, "two gateways")
-    return {http_address(gateway): gateway for gateway in service.processes(GATEWAY)}
+    found: dict[str, psutil.Process] = {}
+
+    def are_there() -> bool:
+        addresses = {gateway: http_address(gateway) for gateway in service.processes(GATEWAY)}
+        found.clear()
+        found.update({address: gateway for gateway, address in addresses.items() if address is not None})
+        return len(found) == len(addresses) == 2
+
+    wait_until(are_there, BACK_WITHIN_S, "two gateways that listen")
+    return found
 
 
 @asynccontextmanager
