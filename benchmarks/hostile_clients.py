@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +51,8 @@ BAR: Final = 0.9
 AT_ONCE: Final = 4
 IDLE_WITHIN_S: Final = 90.0
 NUM_STEADY, STEADY_PERIOD_S = 8, 0.4
+SETTLED_WITHIN_S: Final = 20.0
+"""What clients that hung up last had asked for is cancelled by then, also on a busy machine."""
 SLACK: Final = {"file_descriptors": 8, "threads": 4, "tasks": 3, "requests": 0, "objects": 0}
 """The most that may be left over of each at a process."""
 
@@ -174,6 +176,14 @@ def left_over(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]
     return found
 
 
+def left_over_for_good(before: dict[str, dict[str, int]], look: Callable[[], dict[str, dict[str, int]]]) -> list[str]:
+    """What is still left over after `SETTLED_WITHIN_S`; blocks for as long as there is something."""
+    deadline = time.monotonic() + SETTLED_WITHIN_S
+    while (found := left_over(before, look())) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return found
+
+
 async def hostility(
     service: ServiceProcess, cases: Cases, outcomes: Outcomes, *, num_connections: int, least_s: float, seed: int
 ) -> None:
@@ -214,7 +224,7 @@ async def run(
         last = await behaved.during(asyncio.sleep(turn_s / 2))
     finally:
         await behaved.close()
-    leaks = left_over(before, await asyncio.to_thread(watch.look))
+    leaks = await asyncio.to_thread(left_over_for_good, before, watch.look)
     return {
         "calm": told(calm),
         "hostile": told(hostile),
