@@ -37,7 +37,7 @@ STREAM_TOKENS = 120  # twelve seconds at the fake's pace
 NUM_IDLE = 5
 DRAIN_TIMEOUT_S = 6.0  # a worker that is replaced while a stream begins gives it up
 STALL_TIMEOUT_S = 5.0
-PATIENCE_S = 90.0
+PATIENCE_S = 150.0
 TEXT = tiny_text()
 
 

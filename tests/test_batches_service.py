@@ -15,7 +15,7 @@ import pytest
 
 from tests.service_process import ServiceProcess, running_service, tiny_checkpoint, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
 
 NUM_LINES = 36
 LINE_TOKENS = 60  # more than a second at the fake's pace

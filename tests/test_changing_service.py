@@ -14,7 +14,7 @@ from cluster.serving.front import Front
 from tests.changing_service import NUM_STREAMS
 from tests.service_process import ROOT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SERVING, NOT_SERVING = 1, 2
 
@@ -28,7 +28,7 @@ def acts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def played(folder: Path, front: Front, *names: str) -> dict[str, Any]:
     """What was seen in each act, by its name."""
     command = [sys.executable, "-m", "tests.changing_service", str(folder), front, *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {each["act"]: each for each in told}

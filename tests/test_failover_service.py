@@ -19,10 +19,10 @@ from tests.service_process import ServiceProcess, wait_until
 from tests.service_state import state_of
 from tests.sse_events import events_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(700)]
 
 WORKER = "ServeReplica:raycomb:Worker"
-PATIENCE_S = 150.0
+PATIENCE_S = 250.0
 SAME_LOGPROB = 1e-4
 KILLED_WITHIN_S = 90.0
 """Three health checks of 10 s, the service's time to drain and 5 s, and the raylet's patience: 45 s."""

@@ -17,7 +17,7 @@ from playwright.async_api import Page, expect
 from tests.browser import chromium, looking_at, needs_chromium
 from tests.service_process import ServiceProcess
 
-pytestmark = [needs_chromium, pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(240)]
+pytestmark = [needs_chromium, pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(480)]
 
 PATIENCE_MS = 90_000
 

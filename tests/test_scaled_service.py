@@ -11,7 +11,7 @@ import pytest
 
 from tests.service_process import ROOT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
 
 START_S = 180.0
 
