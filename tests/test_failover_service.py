@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(700)]
 WORKER = "ServeReplica:raycomb:Worker"
 PATIENCE_S = 250.0
 SAME_LOGPROB = 1e-4
-KILLED_WITHIN_S = 90.0
+KILLED_WITHIN_S = 150.0
 """Three health checks of 10 s, the service's time to drain and 5 s, and the raylet's patience: 45 s."""
 PROMPTS = (
     "The capital of France is",
