@@ -19,7 +19,6 @@ from worker.models.stored_matrix import StoredMatrix
 class BlockMatrix(StoredMatrix):
     """[N, K] of dtype float32, on the CPU."""
 
-    operations = "linear and embedding"
     tiles: Tiles
 
     @staticmethod
@@ -33,16 +32,8 @@ class BlockMatrix(StoredMatrix):
         """Keeps `tiles`, which are not copied."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is functional.embedding:
-            return _embedding(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+    def _operations(cls) -> Mapping[Callable[..., Any], Callable[..., Tensor]]:
+        return {**super()._operations(), functional.embedding: _embedding}
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         from worker.cpu.blocks import product  # loads numba, which no other matrix needs

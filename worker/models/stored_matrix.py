@@ -8,7 +8,7 @@ multiplies; what its kernels read is its own business.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ NUMBERS_AT_ONCE: Final = 1 << 25
 
 class StoredMatrix(Tensor):
     """[N, K], for reading alone. Without gradients."""
-
-    operations: ClassVar[str] = "linear"
-    """Those that take it, in words."""
 
     @property
     def quantization(self) -> Quantization:
@@ -43,15 +40,21 @@ class StoredMatrix(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is functional.linear:
-            return _linear(*args, **(kwargs or {}))
+        if (operation := cls._operations().get(func)) is not None:
+            return operation(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise TypeError(f"a {cls.__name__} has {cls.operations} alone, not {func}")
+        names = " and ".join(each.__name__ for each in cls._operations())
+        raise TypeError(f"a {cls.__name__} has {names} alone, not {func}")
+
+    @classmethod
+    def _operations(cls) -> Mapping[Callable[..., Any], Callable[..., Tensor]]:
+        """The functions of torch that take it as their weight, and what is called instead."""
+        return {functional.linear: _linear}
 
 
 def _linear(input: Tensor, weight: StoredMatrix, bias: Tensor | None = None) -> Tensor:
