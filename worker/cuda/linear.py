@@ -146,6 +146,25 @@ def gate_up_kernel(
         tl.store(out + rows[:, None] * N + columns[None, :], active, mask=(rows < num_rows)[:, None])
 
 
+@triton.jit
+def leave_best(
+    rounded, rows, columns, logits, best, best_id, num_rows, num_programs, N: tl.constexpr, STORE_LOGITS: tl.constexpr,
+):  # fmt: skip
+    """What an LM head's program leaves of its logits, `rounded` [ROWS, COLUMNS]: see `head_kernel`."""
+    inside = columns < N
+    mine = rows < num_rows
+    if STORE_LOGITS:
+        at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+        tl.store(logits + at, rounded, mask=mine[:, None] & inside[None, :])
+    value = rounded.to(tl.float32)
+    value = tl.where(value != value, float("inf"), value)
+    value = tl.where(inside[None, :], value, float("-inf"))
+    top = tl.max(value, axis=1)
+    top_id = tl.min(tl.where(value == top[:, None], columns[None, :], N), axis=1)
+    tl.store(best + rows * num_programs + tl.program_id(0), top, mask=mine)
+    tl.store(best_id + rows * num_programs + tl.program_id(0), top_id, mask=mine)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_programs"])
 def head_kernel(
     x, w, logits, best, best_id, num_rows, num_programs,
@@ -164,15 +183,4 @@ def head_kernel(
     if SWAP:
         acc = tl.trans(acc)
     rounded = acc.to(w.dtype.element_ty)
-    inside = columns < N
-    mine = rows < num_rows
-    if STORE_LOGITS:
-        at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-        tl.store(logits + at, rounded, mask=mine[:, None] & inside[None, :])
-    value = rounded.to(tl.float32)
-    value = tl.where(value != value, float("inf"), value)
-    value = tl.where(inside[None, :], value, float("-inf"))
-    top = tl.max(value, axis=1)
-    top_id = tl.min(tl.where(value == top[:, None], columns[None, :], N), axis=1)
-    tl.store(best + rows * num_programs + tl.program_id(0), top, mask=mine)
-    tl.store(best_id + rows * num_programs + tl.program_id(0), top_id, mask=mine)
+    leave_best(rounded, rows, columns, logits, best, best_id, num_rows, num_programs, N, STORE_LOGITS)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from worker.cuda.linear import leave_best
 from worker.cuda.packed_gemv import packed_columns, packed_sums, root_mean_square, with_codes
 from worker.cuda.packed_linear import packed_rows, packed_weights
 
@@ -55,7 +56,6 @@ def packed_head_kernel(
     """The same of several rows: best, best_id [rows, num_programs], and the logits [rows, N]."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = columns < N
     read = tl.minimum(columns, N - 1)
     if PDL:
         gdc_wait()
@@ -66,14 +66,4 @@ def packed_head_kernel(
     if PDL:
         gdc_launch_dependents()
     rounded = tl.trans(acc * tl.load(scales + read)[:, None]).to(logits.dtype.element_ty)
-    mine = rows < num_rows
-    if STORE_LOGITS:
-        at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-        tl.store(logits + at, rounded, mask=mine[:, None] & inside[None, :])
-    value = rounded.to(tl.float32)
-    value = tl.where(value != value, float("inf"), value)
-    value = tl.where(inside[None, :], value, float("-inf"))
-    top = tl.max(value, axis=1)
-    top_id = tl.min(tl.where(value == top[:, None], columns[None, :], N), axis=1)
-    tl.store(best + rows * num_programs + tl.program_id(0), top, mask=mine)
-    tl.store(best_id + rows * num_programs + tl.program_id(0), top_id, mask=mine)
+    leave_best(rounded, rows, columns, logits, best, best_id, num_rows, num_programs, N, STORE_LOGITS)
