@@ -161,11 +161,13 @@ def _graph_microseconds(run: Callable[[], None]) -> float:
     return float(statistics.median(times))
 
 
-def run(shape: DecodeShape, rows: Sequence[int], seconds: float) -> list[dict[str, Any]]:
+def run(shape: DecodeShape, rows: Sequence[int], kinds: Sequence[int], seconds: float) -> list[dict[str, Any]]:
     bench, ends = Bench(shape, torch.device("cuda")), time.monotonic() + seconds
     figures: list[dict[str, Any]] = []
     for product in bench.products():
-        for bits in (16, 8) if product.name == "head" else (16, 8, 4):
+        for bits in kinds:
+            if product.name == "head" and bits == 4:  # it has eight
+                continue
             matrices = bench.matrices(product, bits)
             stored = sum(part.nbytes for part in _parts(matrices[0]))
             for width in rows:
@@ -222,13 +224,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--bits", type=int, nargs="+", choices=(16, 8, 4), default=[16, 8, 4])
     parser.add_argument("--seconds", type=float, default=30.0, help="for each of the five products, beyond own tiles")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
-    figures = run(SHAPES[options.shape], options.rows, options.seconds)
+    figures = run(SHAPES[options.shape], options.rows, options.bits, options.seconds)
     print_table(figures)
-    config = {"shape": options.shape, "rows": options.rows, "gpu": torch.cuda.get_device_name()}
+    config = {"shape": options.shape, "rows": options.rows, "bits": options.bits, "gpu": torch.cuda.get_device_name()}
     record("packed-products", config, {"products": figures}, keep=options.keep)
 
 

@@ -45,16 +45,20 @@ def config_of(shape: DecodeShape) -> ModelConfig:
     )  # fmt: skip
 
 
-def check(shape: DecodeShape, width: int, plan: DecodePlan, chain: Chain) -> None:
-    """Two steps: sequences take turns with the adapters and none; one row is padding where there is room."""
+def check_production(shape: DecodeShape, width: int, plan: DecodePlan, chain: Chain) -> None:
     plan = adapted(plan, shape)
     assert plan.chain is chain
+    check(shape, width, plan)
+
+
+def check(shape: DecodeShape, width: int, plan: DecodePlan) -> None:
+    """Two steps: sequences take turns with the adapters and none; one row is padding where there is room."""
     lengths = [(7 * index) % 40 for index in range(max(1, width - 1))]
     rig, config = Rig(shape, lengths, width, plan, DEVICE), config_of(shape)
     slots = CudaLoraSlots(config, len(RANKS) + 1, 16, shape.dtype, DEVICE)
     weights, adapters = [rig.exact], list[Adapter | None]([None])
     for number, ranks in enumerate(RANKS):
-        matrices = random_matrices(config, number, ranks, layers=2, strength=0.2)
+        matrices = random_matrices(config, number, ranks, layers=shape.num_layers, strength=0.2)
         adapters.append(Adapter(str(number), number))
         slots.put(len(RANKS) - number, Adapter(str(number), number), slots.packed(matrices))
         weights.append(merged_weights(config, rig.exact, matrices, shape.dtype))
@@ -90,16 +94,16 @@ def check(shape: DecodeShape, width: int, plan: DecodePlan, chain: Chain) -> Non
 @pytest.mark.parametrize("shape", [TINY, QWEN3], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("swap", [True, False])
 def test_rows_of_a_tiny_model(shape: DecodeShape, swap: bool) -> None:
-    check(shape, 4, split_k(LAST_REDUCES, swap=swap), Chain.SPLIT_K)
+    check(shape, 4, replace(split_k(LAST_REDUCES, swap=swap), whole_gate_up=True))
 
 
 @pytest.mark.parametrize("shape", [PACKED, PACKED4], ids=["eight bits", "four bits"])
 def test_rows_of_packed_matrices(shape: DecodeShape) -> None:
-    check(shape, 4, packed_split(LAST_REDUCES), Chain.SPLIT_K)
+    check(shape, 4, replace(packed_split(LAST_REDUCES), whole_gate_up=True))
 
 
 def test_one_row_runs_as_several_do() -> None:
-    check(TINY, 1, gemv(LAST_REDUCES), Chain.SPLIT_K)
+    check_production(TINY, 1, gemv(LAST_REDUCES), Chain.SPLIT_K)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter")
@@ -108,7 +112,8 @@ def test_one_row_runs_as_several_do() -> None:
 def test_captured_steps_of_real_sizes(shape: DecodeShape, width: int) -> None:
     hopper = torch.cuda.get_device_capability() >= (9, 0)
     is_split = hopper and (width <= 64 or shape is QWEN3_06B)
-    check(shape, width, plan_decode(shape, width, hopper=hopper), Chain.SPLIT_K if is_split else Chain.LIBRARY)
+    chain = Chain.SPLIT_K if is_split else Chain.LIBRARY
+    check_production(shape, width, plan_decode(shape, width, hopper=hopper), chain)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter")
@@ -116,9 +121,9 @@ def test_captured_steps_of_real_sizes(shape: DecodeShape, width: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_captured_steps_of_packed_matrices(bits: int, width: int) -> None:
     hopper = torch.cuda.get_device_capability() >= (9, 0)
-    shape = replace(QWEN3_06B, bits=bits)
-    chain = Chain.SPLIT_K if hopper and width <= 64 else Chain.LIBRARY
-    check(shape, width, plan_decode(shape, width, hopper=hopper), chain)
+    shape = replace(QWEN3_06B, quantization=f"int{bits}")
+    chain = Chain.SPLIT_K if hopper else Chain.LIBRARY
+    check_production(shape, width, plan_decode(shape, width, hopper=hopper), chain)
 
 
 def test_what_an_adapter_changes_is_more_than_the_tolerance() -> None:
@@ -128,5 +133,7 @@ def test_what_an_adapter_changes_is_more_than_the_tolerance() -> None:
     plain = rig.reference_logits()[0]
     for number, ranks in enumerate(RANKS):
         again = Rig(shape, [9], 1, adapted(gemv(LAST_REDUCES), TINY), DEVICE)
-        again.exact = merged_weights(config, rig.exact, random_matrices(config, number, ranks, layers=2, strength=0.2))
+        again.exact = merged_weights(
+            config, rig.exact, random_matrices(config, number, ranks, layers=shape.num_layers, strength=0.2)
+        )
         assert relative_error(again.reference_logits()[0], plain) > 0.1

@@ -48,6 +48,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(600),
+    pytest.mark.xdist_group("programs"),  # else each process compiles them for itself
 ]
 
 DEVICE = torch.device("cuda")

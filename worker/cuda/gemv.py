@@ -40,9 +40,16 @@ def _products(x, first, w, columns, K: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _partial_squares(sums, num_sums, MAX_SUMS: tl.constexpr):
+def partial_squares(sums, num_sums, MAX_SUMS: tl.constexpr):
+    """What `norm_factor` is made of; asked for before the products, and summed behind them."""
     parts = tl.arange(0, MAX_SUMS)
     return tl.load(sums + parts, mask=parts < num_sums, other=0.0)
+
+
+@triton.jit
+def norm_factor(squares, eps, K: tl.constexpr):
+    """The reciprocal root mean square of a row. All warps wait for each other here."""
+    return tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
 
 
 @triton.jit(do_not_specialize=["num_sums"])
@@ -58,11 +65,11 @@ def normed_gemv_kernel(
     first = _weights(w, columns, 0, K, DEPTH)
     if PDL:
         gdc_wait()
-    squares = _partial_squares(sums, num_sums, MAX_SUMS)
+    squares = partial_squares(sums, num_sums, MAX_SUMS)
     acc = _products(x, first, w, columns, K, DEPTH)
     if PDL and not EARLY:
         gdc_launch_dependents()
-    tl.store(out + columns, acc * tl.rsqrt(tl.sum(squares, axis=0) / K + eps))
+    tl.store(out + columns, acc * norm_factor(squares, eps, K))
 
 
 @triton.jit(do_not_specialize=["num_sums"])
@@ -80,7 +87,7 @@ def normed_gate_up_gemv_kernel(
     up_tile = _weights(w, columns + N, 0, K, DEPTH).to(tl.float32)
     if PDL:
         gdc_wait()
-    squares = _partial_squares(sums, num_sums, MAX_SUMS)
+    squares = partial_squares(sums, num_sums, MAX_SUMS)
     part = tl.load(x + lanes).to(tl.float32)
     gate = part * gate_tile
     up = part * up_tile
@@ -90,7 +97,7 @@ def normed_gate_up_gemv_kernel(
         up += part * _weights(w, columns + N, start, K, DEPTH).to(tl.float32)
     if PDL and not EARLY:
         gdc_launch_dependents()
-    scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    scale = norm_factor(squares, eps, K)
     gate_sum = tl.sum(gate, axis=1) * scale
     active = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, axis=1) * scale
     tl.store(out + columns, active.to(out.dtype.element_ty))
@@ -133,11 +140,11 @@ def head_gemv_kernel(
     first = _weights(w, rows, 0, K, DEPTH)
     if PDL:
         gdc_wait()
-    squares = _partial_squares(sums, num_sums, MAX_SUMS)
+    squares = partial_squares(sums, num_sums, MAX_SUMS)
     acc = _products(x, first, w, rows, K, DEPTH)
     if PDL:
         gdc_launch_dependents()
-    rounded = (acc * tl.rsqrt(tl.sum(squares, axis=0) / K + eps)).to(w.dtype.element_ty)
+    rounded = (acc * norm_factor(squares, eps, K)).to(w.dtype.element_ty)
     if STORE_LOGITS:
         tl.store(logits + columns, rounded, mask=inside)
     value = rounded.to(tl.float32)

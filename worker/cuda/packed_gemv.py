@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from worker.cuda.gemv import norm_factor, partial_squares
 from worker.cuda.packed_codes import CODE_OFFSET, LOAD_WORDS, as_bytes, byte_dots, nibble_dots, scale_and_base
 
 # The largest of a load's values becomes this; so that no other rounds to more than 2^15 - 1.
@@ -81,38 +82,47 @@ def _part_of_x(x, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BIT
 
 
 @triton.jit
-def _codes(codes, column, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr):
-    at = START * BITS // 32 + tl.arange(0, DEPTH * BITS // 32)
-    if START + DEPTH > K:
-        words = tl.load(codes + column * (K * BITS // 32) + at, mask=at < K * BITS // 32, other=0)
+def _words(base, FIRST: tl.constexpr, COUNT: tl.constexpr, ALL: tl.constexpr):
+    """int32 [COUNT] from FIRST on, of which there are ALL."""
+    at = FIRST + tl.arange(0, COUNT)
+    if FIRST + COUNT > ALL:
+        words = tl.load(base + at, mask=at < ALL, other=0)
     else:
-        words = tl.load(codes + column * (K * BITS // 32) + at)
+        words = tl.load(base + at)
     return words
 
 
 @triton.jit
-def with_codes(columns, codes, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr):
-    """Pairs of a column and its codes from START on."""
-    return [(column, _codes(codes, column, START, K, DEPTH, BITS)) for column in columns]
+def _stored(
+    codes, scales, column, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """A column, its codes from START on and, of four bits, their groups' scales and bases (of eight, the codes again,
+    which nobody looks at)."""
+    words = _words(codes + column * (K * BITS // 32), START * BITS // 32, DEPTH * BITS // 32, K * BITS // 32)
+    if BITS == 4:
+        of_groups = _words(scales + column * (K // 32), START // 32, DEPTH // 32, K // 32)
+    else:
+        of_groups = words
+    return column, words, of_groups
 
 
 @triton.jit
-def _dots(
-    part, words, scales, column,
-    START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
+def stored_columns(
+    columns, codes, scales, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
+    """What a product from START on reads of each column's matrix: nothing of it is left to be waited for later."""
+    return [_stored(codes, scales, column, START, K, DEPTH, BITS) for column in columns]
+
+
+@triton.jit
+def _dots(part, stored, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
     """A column's products with a part of x, summed over each load: [DEPTH * BITS / 128]. Of eight bits they lack the
     column's scale."""
     worth, total = part[16], part[17]
-    quarters = _quarters(words, DEPTH * BITS // 128)
+    quarters = _quarters(stored[1], DEPTH * BITS // 128)
     if BITS == 4:
+        scale, base = scale_and_base(stored[2])
         dots = nibble_dots(quarters, part, NATIVE).to(tl.float32) * worth
-        groups = START // 32 + tl.arange(0, DEPTH // 32)
-        if START + DEPTH > K:
-            loaded = tl.load(scales + column * (K // 32) + groups, mask=groups < K // 32, other=0)
-        else:
-            loaded = tl.load(scales + column * (K // 32) + groups)
-        scale, base = scale_and_base(loaded)
         dots = dots * scale + total * (base + CODE_OFFSET * scale)
     else:
         dots = byte_dots(quarters, part, NATIVE).to(tl.float32) * worth
@@ -136,18 +146,22 @@ def _four_from(column):
 
 @triton.jit
 def packed_sums(
-    x, first, codes, scales, columns,
+    x, stored, codes, scales, columns,
     K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """[COLUMNS]: x [K] times the columns, whose codes of the first DEPTH were loaded already. Of eight bits they lack
-    the columns' scales. One exchange between warps for all."""
-    part = _part_of_x(x, 0, K, DEPTH, BITS, NATIVE)
-    sums = [_dots(part, each[1], scales, each[0], 0, K, DEPTH, BITS, NATIVE) for each in first]
-    for start in tl.static_range(DEPTH, K, DEPTH):
+    """[COLUMNS]: x [K] times the columns, whose first DEPTH are `stored` already. Of eight bits they lack the columns'
+    scales. What comes next of the matrix is on its way while this is multiplied; one exchange between warps for all."""
+    for start in tl.static_range(0, K, DEPTH):
+        if start + DEPTH < K:
+            following = stored_columns(columns, codes, scales, start + DEPTH, K, DEPTH, BITS)
         part = _part_of_x(x, start, K, DEPTH, BITS, NATIVE)
-        more = with_codes(columns, codes, start, K, DEPTH, BITS)
-        dots = [_dots(part, each[1], scales, each[0], start, K, DEPTH, BITS, NATIVE) for each in more]
-        sums = _added(sums, dots, COLUMNS)
+        dots = [_dots(part, each, DEPTH, BITS, NATIVE) for each in stored]
+        if start == 0:
+            sums = dots
+        else:
+            sums = _added(sums, dots, COLUMNS)
+        if start + DEPTH < K:
+            stored = following
     return _over_threads(sums, COLUMNS)
 
 
@@ -173,11 +187,9 @@ def _over_threads(sums, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def root_mean_square(sums, num_sums, eps, K: tl.constexpr, MAX_SUMS: tl.constexpr):
-    """The reciprocal one, from a row's partial sums of squares."""
-    parts = tl.arange(0, MAX_SUMS)
-    squares = tl.load(sums + parts, mask=parts < num_sums, other=0.0)
-    return tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+def column_scales(scales, columns, BITS: tl.constexpr):
+    """What sums of these columns lack: of four bits nothing."""
+    return tl.load(scales + columns) if BITS == 8 else 1.0
 
 
 @triton.jit(do_not_specialize=["num_sums"])
@@ -191,15 +203,16 @@ def packed_normed_gemv_kernel(
         gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS
     columns = packed_columns(column, column + COLUMNS // 2, COLUMNS)
-    first = with_codes(columns, codes, 0, K, DEPTH, BITS)
+    stored = stored_columns(columns, codes, scales, 0, K, DEPTH, BITS)
+    at = column + tl.arange(0, COLUMNS)
+    lacking = column_scales(scales, at, BITS)
     if PDL:
         gdc_wait()
-    norm = root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
-    result = packed_sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
+    squares = partial_squares(sums, num_sums, MAX_SUMS)
+    result = packed_sums(x, stored, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
     if PDL and not EARLY:
         gdc_launch_dependents()
-    at = column + tl.arange(0, COLUMNS)
-    tl.store(out + at, result * norm * _column_scales(scales, at, BITS))
+    tl.store(out + at, result * norm_factor(squares, eps, K) * lacking)
 
 
 @triton.jit(do_not_specialize=["num_sums"])
@@ -214,17 +227,19 @@ def packed_gate_up_gemv_kernel(
         gdc_launch_dependents()
     column = tl.program_id(0) * (COLUMNS // 2)
     columns = packed_columns(column, column + N, COLUMNS)
-    first = with_codes(columns, codes, 0, K, DEPTH, BITS)
+    stored = stored_columns(columns, codes, scales, 0, K, DEPTH, BITS)
+    at = column + tl.arange(0, COLUMNS // 2)
+    of_gate, of_up = column_scales(scales, at, BITS), column_scales(scales, at + N, BITS)
     if PDL:
         gdc_wait()
-    norm = root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
-    result = packed_sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
+    squares = partial_squares(sums, num_sums, MAX_SUMS)
+    result = packed_sums(x, stored, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
     if PDL and not EARLY:
         gdc_launch_dependents()
-    at = column + tl.arange(0, COLUMNS // 2)
+    norm = norm_factor(squares, eps, K)
     gate, up = tl.split(tl.trans(tl.reshape(result, (2, COLUMNS // 2))))
-    gate *= norm * _column_scales(scales, at, BITS)
-    up *= norm * _column_scales(scales, at + N, BITS)
+    gate *= norm * of_gate
+    up *= norm * of_up
     tl.store(out + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty))
 
 
@@ -240,23 +255,18 @@ def packed_residual_gemv_kernel(
         gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS
     columns = packed_columns(column, column + COLUMNS // 2, COLUMNS)
-    first = with_codes(columns, codes, 0, K, DEPTH, BITS)
+    stored = stored_columns(columns, codes, scales, 0, K, DEPTH, BITS)
+    at = column + tl.arange(0, COLUMNS)
+    lacking = column_scales(scales, at, BITS)
+    norm = tl.load(norm_weight + at).to(tl.float32)
     if PDL:
         gdc_wait()
-    at = column + tl.arange(0, COLUMNS)
     before = tl.load(residual + at).to(tl.float32)
-    result = packed_sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
+    result = packed_sums(x, stored, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
     if PDL and not EARLY:
         gdc_launch_dependents()
-    after = (before + result * _column_scales(scales, at, BITS)).to(residual.dtype.element_ty)
+    after = (before + result * lacking).to(residual.dtype.element_ty)
     tl.store(residual + at, after)
     after = after.to(tl.float32)
-    norm = tl.load(norm_weight + at).to(tl.float32)
     tl.store(scaled + at, (after * norm).to(scaled.dtype.element_ty))
     tl.store(sums + tl.program_id(0), tl.sum(after * after, axis=0))
-
-
-@triton.jit
-def _column_scales(scales, columns, BITS: tl.constexpr):
-    """What sums of these columns lack: of four bits nothing."""
-    return tl.load(scales + columns) if BITS == 8 else 1.0

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from worker.cuda.gemv import norm_factor, partial_squares
 from worker.cuda.linear import leave_best
-from worker.cuda.packed_gemv import packed_columns, packed_sums, root_mean_square, with_codes
+from worker.cuda.packed_gemv import packed_columns, packed_sums, stored_columns
 from worker.cuda.packed_linear import packed_rows, packed_weights
 
 
@@ -27,16 +28,17 @@ def packed_head_gemv_kernel(
     where asked for, of logits' type. A NaN counts as +inf, so that it shows."""
     column = tl.program_id(0) * COLUMNS
     columns = [tl.minimum(each, N - 1) for each in packed_columns(column, column + COLUMNS // 2, COLUMNS)]
-    first = with_codes(columns, codes, 0, K, DEPTH, 8)
-    if PDL:
-        gdc_wait()
-    norm = root_mean_square(sums, num_sums, eps, K, MAX_SUMS)
-    result = packed_sums(x, first, codes, scales, columns, K, COLUMNS, DEPTH, 8, NATIVE)
-    if PDL:
-        gdc_launch_dependents()
+    stored = stored_columns(columns, codes, scales, 0, K, DEPTH, 8)
     at = column + tl.arange(0, COLUMNS)
     inside = at < N
-    rounded = (result * norm * tl.load(scales + at, mask=inside, other=0.0)).to(logits.dtype.element_ty)
+    lacking = tl.load(scales + at, mask=inside, other=0.0)
+    if PDL:
+        gdc_wait()
+    squares = partial_squares(sums, num_sums, MAX_SUMS)
+    result = packed_sums(x, stored, codes, scales, columns, K, COLUMNS, DEPTH, 8, NATIVE)
+    if PDL:
+        gdc_launch_dependents()
+    rounded = (result * norm_factor(squares, eps, K) * lacking).to(logits.dtype.element_ty)
     if STORE_LOGITS:
         tl.store(logits + at, rounded, mask=inside)
     value = rounded.to(tl.float32)
@@ -57,6 +59,7 @@ def packed_head_kernel(
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     read = tl.minimum(columns, N - 1)
+    lacking = tl.load(scales + read)[:, None]
     if PDL:
         gdc_wait()
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -65,5 +68,5 @@ def packed_head_kernel(
         acc = tl.dot(weights, packed_rows(x, rows, k, K, DEPTH), acc, input_precision="ieee")
     if PDL:
         gdc_launch_dependents()
-    rounded = tl.trans(acc * tl.load(scales + read)[:, None]).to(logits.dtype.element_ty)
+    rounded = tl.trans(acc * lacking).to(logits.dtype.element_ty)
     leave_best(rounded, rows, columns, logits, best, best_id, num_rows, num_programs, N, STORE_LOGITS)

@@ -56,6 +56,8 @@ def packed_split_kernel(
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     if PDL and AHEAD > 0:
         ask_ahead(codes, columns, split * (K // SPLITS) * BITS // 32, K * BITS // 32, AHEAD * BITS // 32)
+    if BITS == 8:
+        lacking = tl.load(scales + columns)[:, None]
     if PDL:
         gdc_wait()
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -66,7 +68,7 @@ def packed_split_kernel(
     if PDL and not EARLY:
         gdc_launch_dependents()
     if BITS == 8:
-        acc *= tl.load(scales + columns)[:, None]
+        acc *= lacking
     at = out + split * split_stride.to(tl.int64) + rows[None, :] * N + columns[:, None]
     tl.store(at, acc, mask=(rows < num_rows)[None, :])
 
@@ -86,6 +88,8 @@ def packed_gate_up_kernel(
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if PDL and AHEAD > 0:
         ask_ahead(codes, both, 0, K * BITS // 32, AHEAD * BITS // 32)
+    if BITS == 8:
+        lacking = tl.load(scales + both)[:, None]
     if PDL:
         gdc_wait()
     acc = tl.zeros([2 * COLUMNS, ROWS], tl.float32)
@@ -95,7 +99,7 @@ def packed_gate_up_kernel(
     if PDL and not EARLY:
         gdc_launch_dependents()
     if BITS == 8:
-        acc *= tl.load(scales + both)[:, None]
+        acc *= lacking
     turns = tl.permute(tl.reshape(acc, (COLUMNS // 8, 2, 8, ROWS)), (0, 2, 3, 1))
     gate, up = tl.split(tl.reshape(turns, (COLUMNS, ROWS, 2)))
     active = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)

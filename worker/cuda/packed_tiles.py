@@ -23,8 +23,7 @@ _MULTIPROCESSORS = 132
 # more it costs to sum the parts, and the less there is to hide.
 _PROGRAMS = {16: 3 * _MULTIPROCESSORS, 32: 3 * _MULTIPROCESSORS, 64: 2 * _MULTIPROCESSORS, 128: _MULTIPROCESSORS}
 _MAX_SPLITS = 8
-# Of one row: so many that they come in several waves, whatever they hold.
-_MANY_PROGRAMS = 8 * _MULTIPROCESSORS
+_ROW_COLUMNS, _ROW_DEPTH = 8, 2048
 
 
 def product_tile(bits: int, num_rows: int, num_columns: int, depth: int) -> LinearTile | None:
@@ -92,11 +91,10 @@ def packed_gemv_tiles(shape: DecodeShape, bits: int) -> GemvTiles | None:
 
 
 def gemv_tile(bits: int, num_columns: int, depth: int) -> GemvTile | None:
-    """How one row is multiplied with a matrix [num_columns, depth]: 8 columns share what is made of x, or 16 where
-    there are enough of them for all multiprocessors; then fewer warps have more of K each, and less to exchange."""
-    columns = 16 if num_columns % 16 == 0 and num_columns // 16 >= _MANY_PROGRAMS else 8
-    of_a_warp = 32 * 128 // bits  # a thread loads 16 bytes
-    warps = 2 if columns == 16 and bits == 4 else 4
+    """How one row is multiplied with a matrix [num_columns, depth]: 8 columns share what is made of x, and there are
+    as many warps as read 2,048 of each column at once, 16 bytes a thread."""
+    of_a_warp = 32 * 128 // bits
+    warps = _ROW_DEPTH // of_a_warp
     while warps > 1 and warps // 2 * of_a_warp >= depth:
         warps //= 2
-    return None if num_columns % columns else GemvTile(columns, warps * of_a_warp, warps)
+    return None if num_columns % _ROW_COLUMNS else GemvTile(_ROW_COLUMNS, warps * of_a_warp, warps)
