@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from worker.cuda.decode_plan import plan_decode
 from worker.cuda.decode_shape import DecodeShape
-from worker.cuda.packed_tiles import gate_up_tile, gemv_tile, head_tile, product_tile
+from worker.cuda.packed_tiles import gate_up_gemv_tile, gate_up_tile, gemv_tile, head_tile, product_tile
 from worker.cuda.tiles import GemvTile, LinearTile
 
 Tile = GemvTile | LinearTile
@@ -31,8 +31,9 @@ def own_tile(shape: DecodeShape, product: Product, rows: int, bits: int) -> Tile
     if bits < 16 and product.name == "head" and rows > 1:
         return head_tile(rows, product.columns, product.depth)
     if bits < 16 and rows == 1:
-        gemv = gemv_tile(bits, -(-product.columns // 16) * 16, product.depth)
-        return replace(gemv, columns=gemv.columns // 2) if gemv is not None and product.is_gate_up else gemv
+        if product.is_gate_up:
+            return gate_up_gemv_tile(bits, product.columns // 2, product.depth)
+        return gemv_tile(bits, -(-product.columns // 8) * 8, product.depth)
     if bits < 16 and product.is_gate_up:
         return gate_up_tile(bits, rows, product.columns // 2, product.depth)
     if bits < 16:
@@ -47,10 +48,11 @@ def variants(product: Product, bits: int, own: Tile) -> Iterable[Tile]:
     """The engine's own and what may be better, the most telling first."""
     yield own
     if isinstance(own, GemvTile):
-        for columns, warps in ((8, 2), (16, 2), (8, 4), (16, 4), (16, 1), (8, 8)):
+        takes_more = product.is_gate_up or product.name == "qkv"  # than one eight of columns
+        for columns, warps in ((8, 2), (8, 4), (16, 2), (16, 4), (32, 4), (8, 1), (8, 8)):
             each = columns // 2 if product.is_gate_up else columns
             tile = GemvTile(each, warps * 32 * 128 // bits, warps)
-            if tile != own and product.columns % columns == 0:
+            if tile != own and product.columns % columns == 0 and (takes_more or columns == 8):
                 yield tile
         yield replace(own, early=True)
         return

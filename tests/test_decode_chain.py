@@ -75,7 +75,7 @@ def split_k(attention: AttentionTile, *, swap: bool) -> DecodePlan:
 
 
 def packed_gemv(attention: AttentionTile) -> DecodePlan:
-    part, whole = GemvTile(columns=8, depth=128, warps=1), GemvTile(columns=16, depth=512, warps=1)
+    part, whole = GemvTile(columns=8, depth=128, warps=1), GemvTile(columns=8, depth=512, warps=1)
     gate_up = GemvTile(columns=8, depth=128, warps=1)  # of either
     return DecodePlan(1, Chain.GEMV, attention, gemv=GemvTiles(part, whole, gate_up, part, GemvTile(8, 64, 2)))
 

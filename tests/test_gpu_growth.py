@@ -4,6 +4,7 @@ interpreter."""
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 
@@ -90,6 +91,34 @@ def test_memory_may_be_pinned_on_another_thread_while_steps_are_captured() -> No
         pinning.join()
     assert not faults
     assert all((replay() == 300).all() for replay in replays)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="captures graphs")
+def test_graphs_that_nobody_can_reach_any_more_are_not_destroyed_inside_a_capture() -> None:
+    """As of an engine that failed, whose parts hold each other: the collector may come by at any time."""
+    x = torch.zeros(64, device="cuda")
+
+    def leave_garbage() -> None:
+        capture = captures()
+        held: list[object] = [capture(lambda: x + 1)]
+        held.append(held)
+
+    def allocate() -> torch.Tensor:
+        kept = [[place] for place in range(5000)]
+        return x + len(kept)
+
+    before = gc.get_threshold()
+    try:
+        for _ in range(3):
+            gc.disable()
+            leave_garbage()
+            gc.enable()
+            gc.set_threshold(1500, 1, 1)
+            assert (captures()(allocate)() == 5000).all()
+            gc.set_threshold(*before)
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="captures graphs")

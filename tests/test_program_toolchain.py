@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,14 @@ MAPS = """\
 """
 
 
+def archive_of_the_library() -> str:
+    """Its path, where there is g++ and it has one."""
+    if shutil.which("g++") is None:
+        return ""
+    asked = subprocess.run(["g++", "-print-file-name=libstdc++.a"], check=True, capture_output=True, text=True)
+    return asked.stdout.strip()
+
+
 def test_a_machine_without_a_compiler_is_told_so() -> None:
     with pytest.raises(InvalidConfiguration, match="has no no-such-compiler: install one, or name another in CXX"):
         check_compiler({"CXX": "no-such-compiler"})
@@ -33,10 +43,32 @@ def test_a_process_without_the_driver_knows_none() -> None:
     assert driver_library(MAPS.replace("libcuda.so", "libother.so")) is None
 
 
-def test_compiling_for_a_cpu_needs_nothing_and_changes_nothing() -> None:
+def test_compiling_for_a_cpu_leaves_the_environment_as_it_was() -> None:
     before = dict(os.environ)
     with compiling_for(torch.device("cpu")):
-        assert dict(os.environ) == before
+        assert dict(os.environ) != before
+    assert dict(os.environ) == before
+
+
+@pytest.mark.skipif(not Path(archive_of_the_library()).is_file(), reason="g++ has no archive of its library")
+def test_code_that_is_linked_with_an_archive_of_the_library_keeps_it_to_itself(tmp_path: Path) -> None:
+    """Else this process's library and the archive's would be mixed when the code is loaded."""
+    source = tmp_path / "code.cpp"
+    source.write_text('#include <locale>\nextern "C" bool is_classic() { return std::locale() == std::locale(""); }\n')
+
+    def shown() -> list[str]:
+        library = tmp_path / "code.so"
+        command = ["g++", "-shared", "-fPIC", "-static-libstdc++", str(source), "-o", str(library)]
+        subprocess.run(command, check=True)
+        listed = subprocess.run(
+            ["nm", "-D", "--defined-only", str(library)], check=True, capture_output=True, text=True
+        )
+        return [line.split()[-1] for line in listed.stdout.splitlines()]
+
+    assert "_ZNSt6locale7classicEv" in shown()
+    with compiling_for(torch.device("cpu")):
+        assert "_ZNSt6locale7classicEv" not in shown()
+        assert "is_classic" in shown()
 
 
 @pytest.mark.skipif(CUDA_HOME is not None, reason="this machine has CUDA's toolkit")

@@ -6,7 +6,9 @@ when sequences come, go or move; new weights, a new pool or new state mean new g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
@@ -114,10 +116,25 @@ def captured(run: Callable[[], Result], memory: Any, stream: torch.cuda.Stream) 
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # A pool that grows captures again while other threads pin adapters' memory: what they do is no part of the graph.
-    with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+    with (
+        _nothing_collected(),
+        torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"),
+    ):
         result = run()
     graph.replay()  # the first one brings the graph to the device, which takes longer than the step does
     return graph, result
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Garbage may hold graphs of an executor that is gone, and what destroys one ends the capture around it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def captures(stream: torch.cuda.Stream | None = None) -> Capture:

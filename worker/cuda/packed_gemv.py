@@ -9,7 +9,7 @@ this way.) All columns of a program share what is made of x, which costs as much
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-# ruff: noqa: N803, N806, SIM108
+# ruff: noqa: N803, N806, RUF005, SIM108
 
 from __future__ import annotations
 
@@ -130,66 +130,74 @@ def _dots(part, stored, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.cons
 
 
 @triton.jit
-def packed_columns(column, other, COLUMNS: tl.constexpr):
-    """COLUMNS of them, 8 or 16: half from `column` on, and half from `other` on."""
-    if COLUMNS == 16:
-        found = _four_from(column) + _four_from(column + 4) + _four_from(other) + _four_from(other + 4)
-    else:
-        found = _four_from(column) + _four_from(other)
-    return found
+def _eight_columns(column, other):
+    return column, column + 1, column + 2, column + 3, other, other + 1, other + 2, other + 3
 
 
 @triton.jit
-def _four_from(column):
-    return column, column + 1, column + 2, column + 3
+def eights(column, other, STEP: tl.constexpr, COUNT: tl.constexpr):
+    """Columns in eights: four from `column` on and four from `other` on, and then STEP further each time."""
+    found = ()
+    for each in tl.static_range(COUNT):
+        found = found + (_eight_columns(column + each * STEP, other + each * STEP),)
+    return found
 
 
 @triton.jit
 def packed_sums(
     x, stored, codes, scales, columns,
-    K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
+    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """[COLUMNS]: x [K] times the columns, whose first DEPTH are `stored` already. Of eight bits they lack the columns'
-    scales. What comes next of the matrix is on its way while this is multiplied; one exchange between warps for all."""
+    """[8] of each eight columns: x [K] times them, where the first DEPTH of the first eight are `stored` already. Of
+    eight bits they lack the columns' scales. All share what is made of x, and what comes next of the matrix is on its
+    way while this is multiplied."""
+    EIGHTS: tl.constexpr = len(columns)
+    sums = ()
     for start in tl.static_range(0, K, DEPTH):
-        if start + DEPTH < K:
-            following = stored_columns(columns, codes, scales, start + DEPTH, K, DEPTH, BITS)
-        part = _part_of_x(x, start, K, DEPTH, BITS, NATIVE)
-        dots = [_dots(part, each, DEPTH, BITS, NATIVE) for each in stored]
-        if start == 0:
-            sums = dots
-        else:
-            sums = _added(sums, dots, COLUMNS)
-        if start + DEPTH < K:
+        after = ()
+        for eight in tl.static_range(EIGHTS):
+            if eight + 1 < EIGHTS:
+                following = stored_columns(columns[eight + 1], codes, scales, start, K, DEPTH, BITS)
+            elif start + DEPTH < K:
+                following = stored_columns(columns[0], codes, scales, start + DEPTH, K, DEPTH, BITS)
+            else:
+                following = stored
+            if eight == 0:
+                part = _part_of_x(x, start, K, DEPTH, BITS, NATIVE)
+            dots = [_dots(part, each, DEPTH, BITS, NATIVE) for each in stored]
+            if start > 0:
+                dots = _added(sums[eight], dots)
+            after = after + (dots,)
             stored = following
-    return _over_threads(sums, COLUMNS)
+        sums = after
+    return [_over_threads(each) for each in sums]
 
 
 @triton.jit
-def _added(a, b, COLUMNS: tl.constexpr):
-    if COLUMNS == 16:
-        both = [a[i] + b[i] for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)]
-    else:
-        both = [a[i] + b[i] for i in (0, 1, 2, 3, 4, 5, 6, 7)]
-    return both
+def _added(a, b):
+    return [a[i] + b[i] for i in (0, 1, 2, 3, 4, 5, 6, 7)]
 
 
 @triton.jit
-def _over_threads(sums, COLUMNS: tl.constexpr):
-    """[COLUMNS]: each of so many tensors summed."""
-    if COLUMNS == 16:
-        eight = [tl.join(sums[i], sums[i + 8]) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
-    else:
-        eight = sums
+def _over_threads(eight):
+    """[8]: each of so many tensors summed."""
     four = [tl.join(eight[i], eight[i + 4]) for i in (0, 1, 2, 3)]
     joined = tl.join(tl.join(four[0], four[2]), tl.join(four[1], four[3]))
-    return tl.reshape(tl.sum(joined, axis=0), (COLUMNS,))
+    return tl.reshape(tl.sum(joined, axis=0), (8,))
 
 
 @triton.jit
-def column_scales(scales, columns, BITS: tl.constexpr):
-    """What sums of these columns lack: of four bits nothing."""
-    return tl.load(scales + columns) if BITS == 8 else 1.0
+def column_scales(scales, column, WIDTH: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr):
+    """What sums of COUNT times WIDTH columns lack, a tensor [WIDTH] each; of four bits nothing."""
+    found = ()
+    for each in tl.static_range(COUNT):
+        found = found + (_column_scales(scales, column + each * WIDTH, WIDTH, BITS),)
+    return found
+
+
+@triton.jit
+def _column_scales(scales, column, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    return tl.load(scales + column + tl.arange(0, WIDTH)) if BITS == 8 else 1.0
 
 
 @triton.jit(do_not_specialize=["num_sums"])
@@ -202,17 +210,18 @@ def packed_normed_gemv_kernel(
     if PDL and EARLY:
         gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS
-    columns = packed_columns(column, column + COLUMNS // 2, COLUMNS)
-    stored = stored_columns(columns, codes, scales, 0, K, DEPTH, BITS)
-    at = column + tl.arange(0, COLUMNS)
-    lacking = column_scales(scales, at, BITS)
+    columns = eights(column, column + 4, 8, COLUMNS // 8)
+    stored = stored_columns(columns[0], codes, scales, 0, K, DEPTH, BITS)
+    lacking = column_scales(scales, column, 8, COLUMNS // 8, BITS)
     if PDL:
         gdc_wait()
     squares = partial_squares(sums, num_sums, MAX_SUMS)
-    result = packed_sums(x, stored, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
+    results = packed_sums(x, stored, codes, scales, columns, K, DEPTH, BITS, NATIVE)
     if PDL and not EARLY:
         gdc_launch_dependents()
-    tl.store(out + at, result * norm_factor(squares, eps, K) * lacking)
+    norm = norm_factor(squares, eps, K)
+    for eight in tl.static_range(COLUMNS // 8):
+        tl.store(out + column + eight * 8 + tl.arange(0, 8), results[eight] * norm * lacking[eight])
 
 
 @triton.jit(do_not_specialize=["num_sums"])
@@ -221,26 +230,28 @@ def packed_gate_up_gemv_kernel(
     N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr,
     MAX_SUMS: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [N] = silu(gate) * up of norm(x); the matrix is [2 N, K], the gate's rows first. COLUMNS are
-    of both together."""
+    """out [N] = silu(gate) * up of norm(x); the matrix is [2 N, K], the gate's rows first. COLUMNS of either a
+    program: an eight is of both."""
     if PDL and EARLY:
         gdc_launch_dependents()
-    column = tl.program_id(0) * (COLUMNS // 2)
-    columns = packed_columns(column, column + N, COLUMNS)
-    stored = stored_columns(columns, codes, scales, 0, K, DEPTH, BITS)
-    at = column + tl.arange(0, COLUMNS // 2)
-    of_gate, of_up = column_scales(scales, at, BITS), column_scales(scales, at + N, BITS)
+    column = tl.program_id(0) * COLUMNS
+    columns = eights(column, column + N, 4, COLUMNS // 4)
+    stored = stored_columns(columns[0], codes, scales, 0, K, DEPTH, BITS)
+    of_gate = column_scales(scales, column, 4, COLUMNS // 4, BITS)
+    of_up = column_scales(scales, column + N, 4, COLUMNS // 4, BITS)
     if PDL:
         gdc_wait()
     squares = partial_squares(sums, num_sums, MAX_SUMS)
-    result = packed_sums(x, stored, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
+    results = packed_sums(x, stored, codes, scales, columns, K, DEPTH, BITS, NATIVE)
     if PDL and not EARLY:
         gdc_launch_dependents()
     norm = norm_factor(squares, eps, K)
-    gate, up = tl.split(tl.trans(tl.reshape(result, (2, COLUMNS // 2))))
-    gate *= norm * of_gate
-    up *= norm * of_up
-    tl.store(out + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty))
+    for eight in tl.static_range(COLUMNS // 4):
+        gate, up = tl.split(tl.trans(tl.reshape(results[eight], (2, 4))))
+        gate *= norm * of_gate[eight]
+        up *= norm * of_up[eight]
+        active = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
+        tl.store(out + column + eight * 4 + tl.arange(0, 4), active)
 
 
 @triton.jit
@@ -250,22 +261,22 @@ def packed_residual_gemv_kernel(
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """residual [N] += x @ w.T in place; scaled = residual * norm_weight; sums gets one partial sum of squares a
-    program, at the program's index."""
+    program, at the program's index. COLUMNS is 8."""
     if PDL and EARLY:
         gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS
-    columns = packed_columns(column, column + COLUMNS // 2, COLUMNS)
-    stored = stored_columns(columns, codes, scales, 0, K, DEPTH, BITS)
+    columns = eights(column, column + 4, 8, 1)
     at = column + tl.arange(0, COLUMNS)
-    lacking = column_scales(scales, at, BITS)
+    stored = stored_columns(columns[0], codes, scales, 0, K, DEPTH, BITS)
+    lacking = _column_scales(scales, column, COLUMNS, BITS)
     norm = tl.load(norm_weight + at).to(tl.float32)
     if PDL:
         gdc_wait()
     before = tl.load(residual + at).to(tl.float32)
-    result = packed_sums(x, stored, codes, scales, columns, K, COLUMNS, DEPTH, BITS, NATIVE)
+    results = packed_sums(x, stored, codes, scales, columns, K, DEPTH, BITS, NATIVE)
     if PDL and not EARLY:
         gdc_launch_dependents()
-    after = (before + result * lacking).to(residual.dtype.element_ty)
+    after = (before + results[0] * lacking).to(residual.dtype.element_ty)
     tl.store(residual + at, after)
     after = after.to(tl.float32)
     tl.store(scaled + at, (after * norm).to(scaled.dtype.element_ty))

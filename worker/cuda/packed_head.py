@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from worker.cuda.gemv import norm_factor, partial_squares
 from worker.cuda.linear import leave_best
-from worker.cuda.packed_gemv import packed_columns, packed_sums, stored_columns
+from worker.cuda.packed_gemv import eights, packed_sums, stored_columns
 from worker.cuda.packed_linear import packed_rows, packed_weights
 
 
@@ -25,9 +25,9 @@ def packed_head_gemv_kernel(
     STORE_LOGITS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program's largest logit and its lowest token id into best, best_id [programs], and the logits [N] themselves
-    where asked for, of logits' type. A NaN counts as +inf, so that it shows."""
+    where asked for, of logits' type. A NaN counts as +inf, so that it shows. COLUMNS is 8."""
     column = tl.program_id(0) * COLUMNS
-    columns = [tl.minimum(each, N - 1) for each in packed_columns(column, column + COLUMNS // 2, COLUMNS)]
+    columns = [tl.minimum(each, N - 1) for each in eights(column, column + 4, 8, 1)[0]]
     stored = stored_columns(columns, codes, scales, 0, K, DEPTH, 8)
     at = column + tl.arange(0, COLUMNS)
     inside = at < N
@@ -35,10 +35,10 @@ def packed_head_gemv_kernel(
     if PDL:
         gdc_wait()
     squares = partial_squares(sums, num_sums, MAX_SUMS)
-    result = packed_sums(x, stored, codes, scales, columns, K, COLUMNS, DEPTH, 8, NATIVE)
+    result = packed_sums(x, stored, codes, scales, (columns,), K, DEPTH, 8, NATIVE)
     if PDL:
         gdc_launch_dependents()
-    rounded = (result * norm_factor(squares, eps, K) * lacking).to(logits.dtype.element_ty)
+    rounded = (result[0] * norm_factor(squares, eps, K) * lacking).to(logits.dtype.element_ty)
     if STORE_LOGITS:
         tl.store(logits + at, rounded, mask=inside)
     value = rounded.to(tl.float32)

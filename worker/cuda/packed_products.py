@@ -52,7 +52,7 @@ def gate_up_gemv(
     num_columns = len(matrix) // 2
     packed_gate_up_gemv_kernel[(num_columns // tile.columns,)](
         x, sums, matrix.codes, matrix.scales, out, num_sums, eps, N=num_columns, K=matrix.shape[1],
-        COLUMNS=2 * tile.columns, DEPTH=tile.depth, BITS=matrix.bits, MAX_SUMS=len(sums), NATIVE=x.is_cuda,
+        COLUMNS=tile.columns, DEPTH=tile.depth, BITS=matrix.bits, MAX_SUMS=len(sums), NATIVE=x.is_cuda,
         EARLY=tile.early, **launch,
     )  # fmt: skip
 

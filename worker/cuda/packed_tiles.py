@@ -21,9 +21,9 @@ _LEAST_DEPTH = 64
 _MULTIPROCESSORS = 132
 # Several programs hide each other's waits. A product has too few columns for them, so that K is cut; the more rows, the
 # more it costs to sum the parts, and the less there is to hide.
-_PROGRAMS = {16: 3 * _MULTIPROCESSORS, 32: 3 * _MULTIPROCESSORS, 64: 2 * _MULTIPROCESSORS, 128: _MULTIPROCESSORS}
+_PROGRAMS = {16: 3 * _MULTIPROCESSORS, 32: 3 * _MULTIPROCESSORS, 64: 2 * _MULTIPROCESSORS}
 _MAX_SPLITS = 8
-_ROW_COLUMNS, _ROW_DEPTH = 8, 2048
+_ROW_COLUMNS = 8
 
 
 def product_tile(bits: int, num_rows: int, num_columns: int, depth: int) -> LinearTile | None:
@@ -45,15 +45,14 @@ def gate_up_tile(bits: int, num_rows: int, ffn: int, depth: int) -> LinearTile |
 
 
 def _tile(bits: int, num_rows: int, num_columns: int, depth: int, columns: int) -> LinearTile | None:
-    """With K in one part. Wide tiles are half as deep: their operands have as many registers."""
+    """With K in one part. No tile has 128 rows: on a GPU such ones, compiled by Triton 3.6, gave wrong sums wherever K
+    took several steps, with any number of warps."""
     if not 0 < num_rows <= MOST_ROWS or num_columns % columns:
         return None
-    rows = next((rows for rows in (16, 32, 64) if num_rows <= rows), 128)
-    deepest = 64 if rows == 128 else 256 if bits == 4 and columns == 64 else 128
+    rows = next((rows for rows in (16, 32) if num_rows <= rows), 64)
+    deepest = 256 if bits == 4 and columns == 64 else 128
     step, stages = min(deepest, depth & -depth), 3 if rows == 64 else 4
-    if step < _LEAST_DEPTH:
-        return None
-    return LinearTile(rows, columns, step, 1, stages, warps=8 if rows == columns == 128 else 4, swap=True)
+    return None if step < _LEAST_DEPTH else LinearTile(rows, columns, step, 1, stages, warps=4, swap=True)
 
 
 def head_tile(num_rows: int, num_tokens: int, depth: int) -> LinearTile | None:
@@ -77,24 +76,32 @@ def packed_linear_tiles(
 
 
 def packed_gemv_tiles(shape: DecodeShape, bits: int) -> GemvTiles | None:
-    """A program of gate and up has half of its columns of either, and the head's last one fewer than others."""
+    """The head's last program has fewer columns than others."""
     qkv = gemv_tile(bits, shape.qkv_columns, shape.hidden)
     o = gemv_tile(bits, shape.hidden, shape.query_columns)
-    gate_up = gemv_tile(bits, 2 * shape.ffn, shape.hidden)
+    gate_up = gate_up_gemv_tile(bits, shape.ffn, shape.hidden)
     down = gemv_tile(bits, shape.hidden, shape.ffn)
-    head = gemv_tile(HEAD_BITS, -(-shape.vocab_size // 16) * 16, shape.hidden)
+    head = gemv_tile(HEAD_BITS, -(-shape.vocab_size // _ROW_COLUMNS) * _ROW_COLUMNS, shape.hidden)
     if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
-    if shape.ffn % (gate_up.columns // 2):
-        return None
-    return GemvTiles(qkv, o, replace(gate_up, columns=gate_up.columns // 2), down, head)
+    return GemvTiles(qkv, o, gate_up, down, head)
 
 
 def gemv_tile(bits: int, num_columns: int, depth: int) -> GemvTile | None:
     """How one row is multiplied with a matrix [num_columns, depth]: 8 columns share what is made of x, and there are
     as many warps as read 2,048 of each column at once, 16 bytes a thread."""
-    of_a_warp = 32 * 128 // bits
-    warps = _ROW_DEPTH // of_a_warp
+    return None if num_columns % _ROW_COLUMNS else _gemv_tile(bits, depth, _ROW_COLUMNS, bits // 2)
+
+
+def gate_up_gemv_tile(bits: int, ffn: int, depth: int) -> GemvTile | None:
+    """The same for gate and up, of which a program has 4 columns each: so many programs that more warps of each are
+    better, which then have fewer registers."""
+    half = _ROW_COLUMNS // 2
+    return None if ffn % half else _gemv_tile(bits, depth, half, 4)
+
+
+def _gemv_tile(bits: int, depth: int, columns: int, most_warps: int) -> GemvTile:
+    of_a_warp, warps = 32 * 128 // bits, most_warps
     while warps > 1 and warps // 2 * of_a_warp >= depth:
         warps //= 2
-    return None if num_columns % _ROW_COLUMNS else GemvTile(_ROW_COLUMNS, warps * of_a_warp, warps)
+    return GemvTile(columns, warps * of_a_warp, warps)
