@@ -8,7 +8,7 @@ this way.) All columns of a program share what is made of x, which costs as much
 `worker.cuda.packed`'s business.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment,var-annotated"
 # ruff: noqa: N803, N806, RUF005, SIM108
 
 from __future__ import annotations
