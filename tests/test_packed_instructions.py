@@ -71,7 +71,7 @@ def test_a_load_of_four_bits_is_multiplied_exactly() -> None:
     operands = [pair[part] for pairs in (even, odd) for part in (0, 1) for pair in pairs]
     given = dict(zip((f"${i}" for i in range(1, 21)), [*packed_words(codes, 4), *operands], strict=True))
     found = evaluated(written_out("nibble_dots"), given)["$0"].view(np.int32)
-    assert np.array_equal(found, (codes * x).sum(axis=(0, 1)))
+    assert np.array_equal(found, 16 * (codes * x).sum(axis=(0, 1)))
 
 
 def test_a_load_of_eight_bits_is_multiplied_exactly() -> None:

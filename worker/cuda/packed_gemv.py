@@ -22,6 +22,7 @@ from worker.cuda.packed_codes import CODE_OFFSET, LOAD_WORDS, as_bytes, byte_dot
 
 # The largest of a load's values becomes this; so that no other rounds to more than 2^15 - 1.
 _LARGEST = tl.constexpr(32767.0)
+_WORTH = tl.constexpr(1 / 32767)
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def _neighbours(x, START: tl.constexpr, PLACE: tl.constexpr, K: tl.constexpr, WO
 def _part_of_x(x, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
     """What columns share of x from START on, eighteen tensors [DEPTH * BITS / 128]: of its integers the low and then
     the high bytes, a quarter each, as they meet the codes in even and then in odd places (of eight bits, the same
-    twice); for each load, what one of these integers is worth, and the sum of x."""
+    twice); for each load, what one is worth in the sums of products that are made of them, and the sum of x."""
     WORDS: tl.constexpr = DEPTH * BITS // 32
     LOADS: tl.constexpr = WORDS // LOAD_WORDS
     x0, y0 = _neighbours(x, START, 0, K, WORDS, BITS)
@@ -76,9 +77,10 @@ def _part_of_x(x, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BIT
         low_even, high_even = as_bytes(x0, x1, y0, y1, spread, NATIVE)
         low_odd, high_odd = low_even, high_even
     total = tl.sum(tl.reshape(total, (LOADS, LOAD_WORDS)), axis=1)
+    worth = most * (_WORTH / 16 if BITS == 4 else _WORTH)
     even = _quarters(low_even, LOADS) + _quarters(high_even, LOADS)
     odd = _quarters(low_odd, LOADS) + _quarters(high_odd, LOADS)
-    return even + odd + (most / _LARGEST, total)
+    return even + odd + (worth, total)
 
 
 @triton.jit
@@ -94,24 +96,31 @@ def _words(base, FIRST: tl.constexpr, COUNT: tl.constexpr, ALL: tl.constexpr):
 
 @triton.jit
 def _stored(
-    codes, scales, column, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr
+    codes, scales, column, PLACE: tl.constexpr, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
-    """A column, its codes from START on and, of four bits, their groups' scales and bases (of eight, the codes again,
-    which nobody looks at)."""
-    words = _words(codes + column * (K * BITS // 32), START * BITS // 32, DEPTH * BITS // 32, K * BITS // 32)
+    """Of the column PLACE behind `column`: its codes from START on and, of four bits, their groups' scales and bases
+    (of eight, the codes again, which nobody looks at). Columns differ by constants, which cost no instruction."""
+    ROW: tl.constexpr = K * BITS // 32
+    words = _words(codes + column * ROW + PLACE * ROW, START * BITS // 32, DEPTH * BITS // 32, ROW)
     if BITS == 4:
-        of_groups = _words(scales + column * (K // 32), START // 32, DEPTH // 32, K // 32)
+        GROUPS: tl.constexpr = K // 32
+        of_groups = _words(scales + column * GROUPS + PLACE * GROUPS, START // 32, DEPTH // 32, GROUPS)
     else:
         of_groups = words
-    return column, words, of_groups
+    return words, of_groups
 
 
 @triton.jit
 def stored_columns(
-    columns, codes, scales, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr
+    codes, scales, column, other, PLACE: tl.constexpr, START: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
-    """What a product from START on reads of each column's matrix: nothing of it is left to be waited for later."""
-    return [_stored(codes, scales, column, START, K, DEPTH, BITS) for column in columns]
+    """What a product from START on reads of an eight of columns, four PLACE behind `column` and four PLACE behind
+    `other`: nothing of their matrix is left to be waited for later."""
+    some = [_stored(codes, scales, column, PLACE + i, START, K, DEPTH, BITS) for i in (0, 1, 2, 3)]
+    others = [_stored(codes, scales, other, PLACE + i, START, K, DEPTH, BITS) for i in (0, 1, 2, 3)]
+    return some + others
 
 
 @triton.jit
@@ -119,9 +128,9 @@ def _dots(part, stored, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.cons
     """A column's products with a part of x, summed over each load: [DEPTH * BITS / 128]. Of eight bits they lack the
     column's scale."""
     worth, total = part[16], part[17]
-    quarters = _quarters(stored[1], DEPTH * BITS // 128)
+    quarters = _quarters(stored[0], DEPTH * BITS // 128)
     if BITS == 4:
-        scale, base = scale_and_base(stored[2])
+        scale, base = scale_and_base(stored[1])
         dots = nibble_dots(quarters, part, NATIVE).to(tl.float32) * worth
         dots = dots * scale + total * (base + CODE_OFFSET * scale)
     else:
@@ -130,36 +139,22 @@ def _dots(part, stored, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.cons
 
 
 @triton.jit
-def _eight_columns(column, other):
-    return column, column + 1, column + 2, column + 3, other, other + 1, other + 2, other + 3
-
-
-@triton.jit
-def eights(column, other, STEP: tl.constexpr, COUNT: tl.constexpr):
-    """Columns in eights: four from `column` on and four from `other` on, and then STEP further each time."""
-    found = ()
-    for each in tl.static_range(COUNT):
-        found = found + (_eight_columns(column + each * STEP, other + each * STEP),)
-    return found
-
-
-@triton.jit
 def packed_sums(
-    x, stored, codes, scales, columns,
-    K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr,
+    x, stored, codes, scales, column, other,
+    STEP: tl.constexpr, EIGHTS: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """[8] of each eight columns: x [K] times them, where the first DEPTH of the first eight are `stored` already. Of
-    eight bits they lack the columns' scales. All share what is made of x, and what comes next of the matrix is on its
-    way while this is multiplied."""
-    EIGHTS: tl.constexpr = len(columns)
+    """[8] of each eight of columns, an eight STEP behind the one before: x [K] times them, where the first DEPTH of the
+    first eight are `stored` already. Of eight bits they lack the columns' scales. All share what is made of x, and what
+    comes next of the matrix is on its way while this is multiplied."""
     sums = ()
     for start in tl.static_range(0, K, DEPTH):
         after = ()
         for eight in tl.static_range(EIGHTS):
             if eight + 1 < EIGHTS:
-                following = stored_columns(columns[eight + 1], codes, scales, start, K, DEPTH, BITS)
+                following = stored_columns(codes, scales, column, other, (eight + 1) * STEP, start, K, DEPTH, BITS)
             elif start + DEPTH < K:
-                following = stored_columns(columns[0], codes, scales, start + DEPTH, K, DEPTH, BITS)
+                following = stored_columns(codes, scales, column, other, 0, start + DEPTH, K, DEPTH, BITS)
             else:
                 following = stored
             if eight == 0:
@@ -210,13 +205,14 @@ def packed_normed_gemv_kernel(
     if PDL and EARLY:
         gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS
-    columns = eights(column, column + 4, 8, COLUMNS // 8)
-    stored = stored_columns(columns[0], codes, scales, 0, K, DEPTH, BITS)
+    stored = stored_columns(codes, scales, column, column + 4, 0, 0, K, DEPTH, BITS)
     lacking = column_scales(scales, column, 8, COLUMNS // 8, BITS)
     if PDL:
         gdc_wait()
     squares = partial_squares(sums, num_sums, MAX_SUMS)
-    results = packed_sums(x, stored, codes, scales, columns, K, DEPTH, BITS, NATIVE)
+    results = packed_sums(
+        x, stored, codes, scales, column, column + 4, 8, COLUMNS // 8, K, DEPTH, BITS, NATIVE,
+    )  # fmt: skip
     if PDL and not EARLY:
         gdc_launch_dependents()
     norm = norm_factor(squares, eps, K)
@@ -235,14 +231,15 @@ def packed_gate_up_gemv_kernel(
     if PDL and EARLY:
         gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS
-    columns = eights(column, column + N, 4, COLUMNS // 4)
-    stored = stored_columns(columns[0], codes, scales, 0, K, DEPTH, BITS)
+    stored = stored_columns(codes, scales, column, column + N, 0, 0, K, DEPTH, BITS)
     of_gate = column_scales(scales, column, 4, COLUMNS // 4, BITS)
     of_up = column_scales(scales, column + N, 4, COLUMNS // 4, BITS)
     if PDL:
         gdc_wait()
     squares = partial_squares(sums, num_sums, MAX_SUMS)
-    results = packed_sums(x, stored, codes, scales, columns, K, DEPTH, BITS, NATIVE)
+    results = packed_sums(
+        x, stored, codes, scales, column, column + N, 4, COLUMNS // 4, K, DEPTH, BITS, NATIVE,
+    )  # fmt: skip
     if PDL and not EARLY:
         gdc_launch_dependents()
     norm = norm_factor(squares, eps, K)
@@ -265,15 +262,14 @@ def packed_residual_gemv_kernel(
     if PDL and EARLY:
         gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS
-    columns = eights(column, column + 4, 8, 1)
     at = column + tl.arange(0, COLUMNS)
-    stored = stored_columns(columns[0], codes, scales, 0, K, DEPTH, BITS)
+    stored = stored_columns(codes, scales, column, column + 4, 0, 0, K, DEPTH, BITS)
     lacking = _column_scales(scales, column, COLUMNS, BITS)
     norm = tl.load(norm_weight + at).to(tl.float32)
     if PDL:
         gdc_wait()
     before = tl.load(residual + at).to(tl.float32)
-    results = packed_sums(x, stored, codes, scales, columns, K, DEPTH, BITS, NATIVE)
+    results = packed_sums(x, stored, codes, scales, column, column + 4, 8, 1, K, DEPTH, BITS, NATIVE)
     if PDL and not EARLY:
         gdc_launch_dependents()
     after = (before + results[0] * lacking).to(residual.dtype.element_ty)

@@ -1,6 +1,6 @@
 """An LM head of eight bits in a decode step: `gemv.head_gemv_kernel` and `linear.head_kernel` for packed ones.
 
-Columns are tokens, of which there may be any number: what a program reads beyond the last is the last one again.
+Columns are tokens, of which there may be any number: no program reads beyond the last.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from worker.cuda.gemv import norm_factor, partial_squares
 from worker.cuda.linear import leave_best
-from worker.cuda.packed_gemv import eights, packed_sums, stored_columns
+from worker.cuda.packed_gemv import packed_sums, stored_columns
 from worker.cuda.packed_linear import packed_rows, packed_weights
 
 
@@ -25,25 +25,23 @@ def packed_head_gemv_kernel(
     STORE_LOGITS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program's largest logit and its lowest token id into best, best_id [programs], and the logits [N] themselves
-    where asked for, of logits' type. A NaN counts as +inf, so that it shows. COLUMNS is 8."""
-    column = tl.program_id(0) * COLUMNS
-    columns = [tl.minimum(each, N - 1) for each in eights(column, column + 4, 8, 1)[0]]
-    stored = stored_columns(columns, codes, scales, 0, K, DEPTH, 8)
+    where asked for, of logits' type. A NaN counts as +inf, so that it shows. COLUMNS is 8, and N not less: the last
+    program has some of the one before again where it has no 8 of its own."""
+    column = tl.minimum(tl.program_id(0) * COLUMNS, N - COLUMNS)
     at = column + tl.arange(0, COLUMNS)
-    inside = at < N
-    lacking = tl.load(scales + at, mask=inside, other=0.0)
+    stored = stored_columns(codes, scales, column, column + 4, 0, 0, K, DEPTH, 8)
+    lacking = tl.load(scales + at)
     if PDL:
         gdc_wait()
     squares = partial_squares(sums, num_sums, MAX_SUMS)
-    result = packed_sums(x, stored, codes, scales, (columns,), K, DEPTH, 8, NATIVE)
+    results = packed_sums(x, stored, codes, scales, column, column + 4, 8, 1, K, DEPTH, 8, NATIVE)
     if PDL:
         gdc_launch_dependents()
-    rounded = (result[0] * norm_factor(squares, eps, K) * lacking).to(logits.dtype.element_ty)
+    rounded = (results[0] * norm_factor(squares, eps, K) * lacking).to(logits.dtype.element_ty)
     if STORE_LOGITS:
-        tl.store(logits + at, rounded, mask=inside)
+        tl.store(logits + at, rounded)
     value = rounded.to(tl.float32)
     value = tl.where(value != value, float("inf"), value)
-    value = tl.where(inside, value, float("-inf"))
     top = tl.max(value, axis=0)
     tl.store(best + tl.program_id(0), top)
     tl.store(best_id + tl.program_id(0), tl.min(tl.where(value == top, at, N), axis=0))

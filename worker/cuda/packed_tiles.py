@@ -76,7 +76,8 @@ def packed_linear_tiles(
 
 
 def packed_gemv_tiles(shape: DecodeShape, bits: int) -> GemvTiles | None:
-    """The head's last program has fewer columns than others."""
+    if shape.vocab_size < _ROW_COLUMNS:
+        return None
     qkv = gemv_tile(bits, shape.qkv_columns, shape.hidden)
     o = gemv_tile(bits, shape.hidden, shape.query_columns)
     gate_up = gate_up_gemv_tile(bits, shape.ffn, shape.hidden)
