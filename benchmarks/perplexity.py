@@ -25,6 +25,7 @@ from worker.executor import Executor, limits_for
 from worker.program import build_executor
 
 KINDS: tuple[Quantization, ...] = ("none", "int8", "int4", "fp8")
+"""The last one is for a GPU alone."""
 CHUNK = 48
 
 
@@ -48,13 +49,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="all that the device has, unless named")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     path = resolve(options.model)
     tokens = load_text(path).encode(TEXT)
     figures: dict[str, dict[str, float]] = {}
-    for kind in options.kinds:
+    for kind in options.kinds or (KINDS if options.device == "cuda" else KINDS[:-1]):
         figures[kind] = {}
         for name, chunk in (("whole", len(tokens)), ("chunks", CHUNK)):
             config = EngineConfig(

@@ -17,9 +17,16 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.cuda_rig import DEVICE, INTERPRETED
 from worker.cuda.packed import PackedMatrix, pack_int4, pack_int8
-from worker.cuda.packed_products import gate_up_gemv, head_gemv, head_product, normed_gemv, residual_gemv
+from worker.cuda.packed_products import (
+    gate_up_gemv,
+    gate_up_product,
+    head_gemv,
+    head_product,
+    normed_gemv,
+    residual_gemv,
+)
 from worker.cuda.packed_rows import product_of_rows
-from worker.cuda.packed_tiles import head_tile, product_tile
+from worker.cuda.packed_tiles import gate_up_gemv_tile, gate_up_tile, gemv_tile, head_tile, product_tile
 from worker.cuda.tiles import GemvTile
 
 pytestmark = [
@@ -49,6 +56,38 @@ def test_any_number_of_rows_is_multiplied_with_the_values(num_rows: int, pack: P
     assert error(num_rows, 128, 512, pack) < MOST_ERROR
     if not INTERPRETED:
         assert error(num_rows, 4096, 4096, pack) < MOST_ERROR
+
+
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4])
+@pytest.mark.parametrize("num_rows", [5, 20, 64, 200])
+@pytest.mark.parametrize(("num_columns", "depth"), [(192, 192)] if INTERPRETED else [(4160, 4096), (4096, 4032)])
+def test_sizes_that_only_narrow_tiles_or_short_steps_divide(
+    num_columns: int, depth: int, num_rows: int, pack: Pack
+) -> None:
+    """64 columns, where four bits take steps of 256; and steps of 64."""
+    tile = product_tile(4 if pack is pack_int4 else 8, num_rows, num_columns, depth)
+    assert tile is not None
+    assert tile.columns == 64 or tile.depth == 64
+    assert error(num_rows, num_columns, depth, pack) < MOST_ERROR
+
+
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4])
+@pytest.mark.parametrize("num_rows", [2, 17, 33, 200])
+@pytest.mark.parametrize(("ffn", "depth"), [(96, 192)] if INTERPRETED else [(2048, 4096), (2080, 4096), (1536, 576)])
+def test_gate_and_up_of_several_rows_in_several_steps(ffn: int, depth: int, num_rows: int, pack: Pack) -> None:
+    """Rows of padding are read, and none of them is written."""
+    torch.manual_seed(num_rows)
+    matrix = pack(torch.randn(2 * ffn, depth, device=DEVICE).to(DTYPE))
+    tile = gate_up_tile(matrix.bits, num_rows, ffn, depth)
+    assert tile is not None
+    assert depth > tile.depth
+    x, out = torch.randn(256, depth, device=DEVICE).to(DTYPE), torch.full((256, ffn), 7.0, device=DEVICE, dtype=DTYPE)
+    launch = {"PDL": False, "num_warps": tile.warps, "num_stages": tile.stages}
+    gate_up_product(x, matrix, out, num_rows, tile, launch)
+    gate, up = (x[:num_rows].double() @ matrix.values().double().t()).split(ffn, dim=1)
+    expected = functional.silu(gate) * up
+    assert float((out[:num_rows].double() - expected).norm() / expected.norm()) < MOST_ERROR
+    assert bool((out[num_rows:] == 7).all())
 
 
 @pytest.mark.parametrize("pack", [pack_int8, pack_int4])
@@ -100,6 +139,26 @@ def test_a_program_of_several_eights_of_columns_gives_what_one_of_each_does(dept
     assert float((both[1].double() - functional.silu(gate) * up).norm() / up.norm()) < 1e-3
 
 
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4])
+@pytest.mark.parametrize(("columns", "depth"), [(16, 2624)] if INTERPRETED else [(4096, 14_336), (5120, 5120)])
+def test_a_lone_row_in_the_tiles_that_models_of_such_sizes_run(columns: int, depth: int, pack: Pack) -> None:
+    """In several steps of K, the last of which may reach beyond it."""
+    torch.manual_seed(depth)
+    matrix, x = pack(torch.randn(columns, depth, device=DEVICE).to(DTYPE)), torch.randn(depth, device=DEVICE).to(DTYPE)
+    tile, both = gemv_tile(matrix.bits, columns, depth), gate_up_gemv_tile(matrix.bits, columns // 2, depth)
+    assert tile is not None
+    assert both is not None
+    whole = matrix.values().double() @ x.double()
+    added = lone_product(x, matrix, tile)
+    squares = torch.tensor([float(depth)], device=DEVICE)  # whose norm changes nothing
+    normed, active = (torch.empty(size, dtype=torch.float32, device=DEVICE) for size in (columns, columns // 2))
+    normed_gemv(x, squares, 1, 0.0, matrix, normed, tile, {"PDL": False, "num_warps": tile.warps})
+    gate_up_gemv(x, squares, 1, 0.0, matrix, active, both, {"PDL": False, "num_warps": both.warps})
+    gate, up = whole.split(columns // 2)
+    for found, expected in ((added, whole), (normed, whole), (active, functional.silu(gate) * up)):
+        assert float((found.double() - expected).norm() / expected.norm()) < (1e-3 if INTERPRETED else 1e-2)
+
+
 @pytest.mark.parametrize("fault", [float("nan"), float("inf")])
 @pytest.mark.parametrize("pack", [pack_int8, pack_int4])
 def test_what_is_no_number_shows_in_every_product_of_a_lone_row(pack: Pack, fault: float) -> None:
@@ -111,16 +170,17 @@ def test_what_is_no_number_shows_in_every_product_of_a_lone_row(pack: Pack, faul
     assert not lone_product(x, matrix, tile).isfinite().any()
 
 
-@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("num_rows", [1, 5, 70])
 @pytest.mark.parametrize("store_logits", [True, False])
-def test_a_head_gives_logits_and_each_programs_best_token(num_rows: int, store_logits: bool) -> None:
+@pytest.mark.parametrize("depth", [192] if INTERPRETED else [192, 4096])
+def test_a_head_gives_logits_and_each_programs_best_token(depth: int, num_rows: int, store_logits: bool) -> None:
     """Of 203 tokens, which fill no whole program, two are alike: the lower one counts."""
     torch.manual_seed(num_rows)
-    values = torch.randn(203, 192, device=DEVICE).to(DTYPE)
+    values = torch.randn(203, depth, device=DEVICE).to(DTYPE)
     values[150] = values[60]
-    head, x = pack_int8(values), torch.randn(16, 192, device=DEVICE).to(DTYPE)
+    head, x = pack_int8(values), torch.randn(128, depth, device=DEVICE).to(DTYPE)
     x[0] = values[60]
-    sums, logits = torch.full((1,), 192.0, device=DEVICE), torch.zeros(num_rows, 203, dtype=DTYPE, device=DEVICE)
+    sums, logits = torch.full((1,), float(depth), device=DEVICE), torch.zeros(num_rows, 203, dtype=DTYPE, device=DEVICE)
     tile = head_tile(num_rows, *values.shape)
     assert tile is not None
     programs = -(-203 // (8 if num_rows == 1 else tile.columns))
@@ -139,5 +199,6 @@ def test_a_head_gives_logits_and_each_programs_best_token(num_rows: int, store_l
         assert not logits.any()
     winners = [int(ids[tops == tops.max()].min()) for tops, ids in zip(best, best_id, strict=True)]
     assert winners[0] == 60
+    most = 1e-3 if INTERPRETED else 0.04 * depth**0.5  # steps of numbers that large
     for row, winner in zip(expected, winners, strict=True):
-        assert row[winner] >= row.max() - (1e-3 if INTERPRETED else 0.5)
+        assert row[winner] >= row.max() - most

@@ -71,6 +71,18 @@ def test_code_that_is_linked_with_an_archive_of_the_library_keeps_it_to_itself(t
         assert "is_classic" in shown()
 
 
+@pytest.mark.skipif(shutil.which("g++") is None or shutil.which("ld") is None, reason="there is no g++, or no ld")
+def test_a_linker_may_lie_in_a_folder_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / 'of "$HOME" and others\''
+    folder.mkdir()
+    (folder / "ld").symlink_to(str(shutil.which("ld")))
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    source = tmp_path / "code.cpp"
+    source.write_text('extern "C" int one() { return 1; }\n')
+    with compiling_for(torch.device("cpu")):
+        subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "code.so")], check=True)
+
+
 @pytest.mark.skipif(CUDA_HOME is not None, reason="this machine has CUDA's toolkit")
 def test_a_machine_without_the_toolkit_is_told_so() -> None:
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -20,7 +21,7 @@ places."""
 
 _LINKER = """\
 #!/bin/sh
-exec "{linker}" "$@" --exclude-libs libstdc++.a
+exec {linker} "$@" --exclude-libs libstdc++.a
 """
 
 
@@ -55,7 +56,7 @@ def compiling_for(device: torch.device) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="raycomb-link-") as name:
         folder = Path(name)
         if (linker := _linker()) is not None:
-            (folder / "ld").write_text(_LINKER.format(linker=linker))
+            (folder / "ld").write_text(_LINKER.format(linker=shlex.quote(linker)))
             (folder / "ld").chmod(0o755)
         library = driver_library(Path("/proc/self/maps").read_text()) if device.type == "cuda" else None
         if library is not None:
