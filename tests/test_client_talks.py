@@ -1,7 +1,7 @@
 """Other people's clients hold a scripted conversation: whole, streamed, tools, a schema, errors.
 
-Each runs where it is installed: OpenAI's client for Node in the folder that RAYCOMB_NODE_MODULES names, LangChain and
-LiteLLM under the interpreter that RAYCOMB_CLIENTS_PYTHON names (else this one).
+Each runs where it is installed: OpenAI's client for Node in the folder that RAYCOMB_NODE_MODULES names, LangChain,
+LiteLLM and lm-eval under the interpreter that RAYCOMB_CLIENTS_PYTHON names (else this one).
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 
 from planner.request import Request
-from tests.fake_fleet import FakeFleet
+from tests.fake_fleet import FakeFleet, Script
 from tests.grammar_rig import TEXT
+from tests.service_process import tiny_checkpoint
+from tests.talk_lm_eval import ASKED, SCORED
 from tests.test_http_clients import served
 from tests.test_tools import HERMES, ROOMY, call
 from tests.tiny_text import EOS, tiny_text
@@ -53,7 +55,7 @@ def script(request: Request, _: int) -> Sequence[int]:
     return [*TEXT.encode(said), EOS]
 
 
-async def heard(*command: str) -> dict[str, Any]:
+async def heard(*command: str, script: Script = script) -> dict[str, Any]:
     async with served(FakeFleet(ROOMY, script), text=tiny_text(HERMES)) as url:
         environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         process = await asyncio.create_subprocess_exec(
@@ -88,3 +90,16 @@ async def test_langchain() -> None:
 async def test_litellm() -> None:
     told = await heard(python_with("litellm"), str(HERE / "talk_litellm.py"))
     assert told == HEARD | {"vector": 4, "errors": [[400, None], [404, None]]}
+
+
+async def test_lm_evaluation_harness(tmp_path: Path) -> None:
+    """Likelihoods by echo, and answers up to a stop, one request at a time and four."""
+
+    def reversed_prompt(request: Request, _: int) -> Sequence[int]:
+        return [*TEXT.encode(TEXT.decode(request.prompt.tolist())[::-1] + ". And more"), EOS]
+
+    python, folder = python_with("lm_eval"), str(tiny_checkpoint(tmp_path))
+    told = await heard(python, str(HERE / "talk_lm_eval.py"), folder, script=reversed_prompt)
+    # Each token of a prompt scores -0.5 here, and is the best.
+    likelihoods = [[-0.5 * len(TEXT.encode(continuation)), True] for _, continuation in SCORED]
+    assert told["1"] == told["4"] == {"likelihoods": likelihoods, "answers": [prompt[::-1] for prompt in ASKED]}

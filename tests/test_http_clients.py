@@ -13,7 +13,9 @@ import openai
 import pytest
 import uvicorn
 
-from tests.fake_fleet import FakeFleet
+from planner.errors import QueueFull
+from planner.request import Request
+from tests.fake_fleet import FakeFleet, FakeGeneration
 from tests.http_desk import MODEL, desk, says, until
 
 
@@ -34,10 +36,10 @@ async def served(fleet: FakeFleet, **settings: Any) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def sdk(base_url: str, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+async def sdk(base_url: str, key: str = "none", max_retries: int = 0) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
         httpx.AsyncClient(trust_env=False) as http,
-        openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0, http_client=http) as client,
+        openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=max_retries, http_client=http) as client,
     ):
         yield client
 
@@ -68,6 +70,57 @@ async def test_the_openai_sdk_reads_answers_streams_models_and_errors() -> None:
     assert text.choices[0].text == "hello wörld"
     assert [model.id for model in models.data] == ["tiny"]
     assert caught.value.param == "temperature"
+
+
+class NarrowFleet(FakeFleet):
+    """Takes two sequences at a time, and asks others to come again in `later_s`."""
+
+    num_refused, later_s = 0, 1.2
+
+    def submit(self, request: Request) -> FakeGeneration:
+        if self.num_running == 2:
+            self.num_refused += 1
+            raise QueueFull("two are running", retry_after_s=self.later_s)
+        return super().submit(request)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_burst_over_a_full_queue_waits_as_long_as_it_is_told_and_succeeds(stream: bool) -> None:
+    fleet = NarrowFleet(MODEL, says("hello"), gate=asyncio.Event())
+    clock = asyncio.get_running_loop().time
+
+    async def ask(client: openai.AsyncOpenAI) -> float:
+        answer = await client.completions.create(model="tiny", prompt="hi", max_tokens=30, stream=stream)
+        if isinstance(answer, openai.AsyncStream):
+            text = "".join([choice.text async for chunk in answer for choice in chunk.choices])
+        else:
+            text = answer.choices[0].text
+        assert text == "hello"
+        return clock()
+
+    async with served(fleet) as url, sdk(url, max_retries=2) as client:
+        began = clock()
+        asking = [asyncio.create_task(ask(client)) for _ in range(4)]
+        await until(lambda: fleet.num_refused == 2)
+        fleet.gate.set()
+        took = sorted([ended - began for ended in await asyncio.gather(*asking)])
+    assert took[1] < fleet.later_s
+    assert took[2] >= 2, "Retry-After is in whole seconds, and not less than was meant"
+    assert fleet.num_refused == 2, "nobody came before its time"
+
+
+async def test_who_never_finds_room_is_told_so_after_its_retries() -> None:
+    fleet = NarrowFleet(MODEL, says("a" * 60, ends=False), gate=asyncio.Event())
+    fleet.later_s = 0.5
+    async with served(fleet) as url, sdk(url) as patient, sdk(url, max_retries=1) as client:
+        running = [asyncio.create_task(patient.completions.create(model="tiny", prompt="hi")) for _ in range(2)]
+        await until(lambda: fleet.num_running == 2)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.completions.create(model="tiny", prompt="hi")
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert fleet.num_refused == 2
+        for task in running:
+            task.cancel()
 
 
 async def test_a_wrong_key_is_an_authentication_error() -> None:
