@@ -46,6 +46,7 @@ OUTCOMES: Final[dict[type[RaycombError], Outcome]] = {
     errors.DeadlineUnmeetable: Outcome(408, "timeout_error", "DEADLINE_EXCEEDED", 1),
     errors.Unavailable: Outcome(503, _SERVER, "UNAVAILABLE", 1),
     errors.RequestFailed: Outcome(500, _SERVER, "INTERNAL"),
+    errors.NoTokenLeft: Outcome(400, _INVALID, "INVALID_ARGUMENT"),
     errors.WorkerLost: Outcome(503, _SERVER, "UNAVAILABLE", 1),
     errors.DeadlineExceeded: Outcome(408, "timeout_error", "DEADLINE_EXCEEDED"),
     errors.SetupError: Outcome(500, _SERVER, "INTERNAL"),

@@ -4,7 +4,7 @@ The tree lives in the lowest layer so that all layers share it; it knows nothing
 holds the one table to their statuses). `code` is the stable name of a class, used on the wire and by clients.
 
 * `RequestRefused`: the request was not accepted. Nothing changed and nothing will come after it.
-* `RequestFailed`: an accepted sequence ended through no fault of its client. It is that sequence's terminal update.
+* `RequestFailed`: an accepted sequence could not be brought to its end. It is that sequence's terminal update.
 * `SetupError`: the process cannot start as it was configured.
 """
 
@@ -141,7 +141,7 @@ class Unavailable(RequestRefused):
 
 
 class RequestFailed(RaycombError):
-    """An accepted sequence was ended by a fault; this is its one terminal update."""
+    """An accepted sequence was ended before its time; this is its one terminal update."""
 
     code = "failed"
 
@@ -156,6 +156,13 @@ class GrammarFailed(RequestFailed):
     """The grammar that this sequence must follow grew beyond what may be spent on one; its batch mates run on."""
 
     code = "grammar_failed"
+
+
+class NoTokenLeft(RequestFailed):
+    """What the request rules out left this sequence no token to go on with. Its batch mates run on; sending it again
+    helps only where other draws would not have led there."""
+
+    code = "no_token_left"
 
 
 class WorkerLost(RequestFailed):

@@ -47,9 +47,9 @@ def logits_of(num_rows: int) -> Tensor:
 
 def test_rows_of_any_settings_draw_as_torch_does_in_one_launch_or_several() -> None:
     logits, draws = logits_of(10), draws_of(*SETTINGS, *SETTINGS)
-    before, expected = logits.clone(), sample(logits, draws)
+    before, expected = logits.clone(), sample(logits, draws).tokens
     for at_once in (16, 10, 3):
-        assert torch.equal(RowDraws(at_once, VOCAB_SIZE, DEVICE)(logits, draws), expected)
+        assert torch.equal(RowDraws(at_once, VOCAB_SIZE, DEVICE)(logits, draws).tokens, expected)
     assert torch.equal(logits, before)
 
 
@@ -65,8 +65,8 @@ def test_penalties_biases_and_masks_have_their_say_first() -> None:
         SamplingParams(temperature=0.0),
     )
     draws = [penalised, biased, replace(masked, allowed=allowed), replace(kept, masked=frozenset({best}))]
-    found = RowDraws(4, VOCAB_SIZE, DEVICE)(logits, draws)
-    assert torch.equal(found, sample(logits, draws))
+    found = RowDraws(4, VOCAB_SIZE, DEVICE)(logits, draws).tokens
+    assert torch.equal(found, sample(logits, draws).tokens)
     assert found[1:3].tolist() == [42, 42]
     assert int(found[3]) != best
 
@@ -75,4 +75,4 @@ def test_another_position_is_another_draw() -> None:
     logits, draws = logits_of(8), draws_of(*[SamplingParams(temperature=2.0)] * 8)
     row_draws = RowDraws(8, VOCAB_SIZE, DEVICE)
     later = [replace(draw, position=draw.position + 1) for draw in draws]
-    assert not torch.equal(row_draws(logits, draws), row_draws(logits, later))
+    assert not torch.equal(row_draws(logits, draws).tokens, row_draws(logits, later).tokens)

@@ -172,7 +172,7 @@ def test_rows_of_all_kinds_keep_and_draw_what_the_oracle_does(kind: str, dtype: 
     positions = [5 * r + 1 for r in range(len(settings))]
     logits = make_logits(len(settings), kind, dtype)
     drawn = run(logits, settings, positions)
-    cpu = sample(logits.cpu().float(), [Draw(s, p) for s, p in zip(settings, positions, strict=True)])
+    cpu = sample(logits.cpu().float(), [Draw(s, p) for s, p in zip(settings, positions, strict=True)]).tokens
     assert not drawn.bad_rows.any()
     for row, (params, position) in enumerate(zip(settings, positions, strict=True)):
         if params.greedy:
@@ -247,7 +247,7 @@ def test_plain_rows_draw_what_the_cpu_draws() -> None:
     logits = make_logits(num_rows, "flat", torch.float32, seed=3)
     settings = [SamplingParams(temperature=0.5 + row / num_rows, seed=row * 2**58) for row in range(num_rows)]
     positions = [row * 10_007 + 1 for row in range(num_rows)]
-    cpu = sample(logits.cpu(), [Draw(s, p) for s, p in zip(settings, positions, strict=True)])
+    cpu = sample(logits.cpu(), [Draw(s, p) for s, p in zip(settings, positions, strict=True)]).tokens
     assert torch.equal(run(logits, settings, positions).tokens, cpu.int())
 
 

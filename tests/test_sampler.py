@@ -26,7 +26,7 @@ def draw(position: int = 1, **options: Any) -> Draw:
 
 
 def one(logits: torch.Tensor, which: Draw) -> int:
-    return int(sample(logits[None], [which])[0])
+    return int(sample(logits[None], [which]).tokens[0])
 
 
 def kept(logits: torch.Tensor, **options: Any) -> list[int]:
@@ -41,7 +41,9 @@ def test_greedy_takes_the_lowest_id_on_ties_and_ignores_filters() -> None:
 def test_tokens_come_in_proportion_to_their_probability() -> None:
     num_draws = 4000
     expected = (LOGITS / 0.7).softmax(-1)
-    drawn = sample(LOGITS.expand(num_draws, -1), [draw(position, temperature=0.7, seed=9) for position in range(4000)])
+    drawn = sample(
+        LOGITS.expand(num_draws, -1), [draw(position, temperature=0.7, seed=9) for position in range(4000)]
+    ).tokens
     counts = Counter(drawn.tolist())
     for token, probability in enumerate(expected.tolist()):
         assert abs(counts[token] / num_draws - probability) < 0.03
@@ -49,7 +51,7 @@ def test_tokens_come_in_proportion_to_their_probability() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
 def test_every_seed_draws_at_every_position_anew(seed: int) -> None:
-    drawn = sample(torch.zeros(500, 8), [draw(position, seed=seed) for position in range(500)])
+    drawn = sample(torch.zeros(500, 8), [draw(position, seed=seed) for position in range(500)]).tokens
     counts = torch.bincount(drawn, minlength=8)
     assert ((counts - 62.5).abs() < 4.5 * math.sqrt(62.5)).all()
 
@@ -124,7 +126,7 @@ def test_a_row_draws_the_same_with_any_batch_mates() -> None:
         draw(11, seed=5, min_p=0.1, masked=frozenset({1, 2})),
     ]
     before = logits.clone()
-    assert sample(logits, draws).tolist() == [one(row, which) for row, which in zip(logits, draws, strict=True)]
+    assert sample(logits, draws).tokens.tolist() == [one(row, which) for row, which in zip(logits, draws, strict=True)]
     assert torch.equal(logits, before)
 
 
@@ -175,9 +177,27 @@ def test_a_bad_word_is_never_completed() -> None:
 
     def drawn(*generated: int) -> int:
         history = np.array([7, 8, *generated], dtype=np.int64)
-        return int(sample(logits, [Draw(params, len(history), history, num_prompt=2)])[0])
+        return int(sample(logits, [Draw(params, len(history), history, num_prompt=2)]).tokens[0])
 
     assert drawn() == 3  # the prompt's own 7, 8 begin no word of the answer
     assert drawn(8) == 3
     assert drawn(7, 8) == 5
     assert drawn(7, 8, 1) == 3
+
+
+def test_rows_with_nothing_left_are_told_from_those_with_one_token() -> None:
+    every = frozenset(range(len(LOGITS)))
+    draws = [draw(1), draw(1, masked=every), draw(1, masked=every - {4}), draw(1, temperature=0.0, masked=every)]
+    drawn = sample(LOGITS.expand(4, -1), draws)
+    assert drawn.nothing_left is not None
+    assert drawn.nothing_left.tolist() == [False, True, False, True]
+    assert drawn.tokens[2] == 4
+    assert sample(LOGITS.expand(2, -1), [draw(1), draw(1, temperature=0.0)]).nothing_left is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_makes_a_logit_infinite_leaves_nothing(temperature: float) -> None:
+    large = draw(1, temperature=temperature, repetition_penalty=1e-6, history=np.array([1]), num_prompt=1)
+    drawn = sample(torch.tensor([[0.0, 1e35, 1.0]]), [large])
+    assert drawn.nothing_left is not None
+    assert drawn.nothing_left.tolist() == [True]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,17 +50,36 @@ class Draw:
         return bool(self.masked or self.sampling.logit_bias or self.sampling.needs_history)
 
 
-DrawRows: TypeAlias = Callable[[Tensor, Sequence["Draw"]], Tensor]
-"""Draws one token a row from float32[N, vocab_size], which stay as they are; int64[N]. As `sample` does."""
+class DrawnRows(NamedTuple):
+    """`tokens` int64[N]. `nothing_left` bool[N]: the rows in which what the draws change left no token, or a logit that
+    is not finite for the largest; their tokens are valid ids and mean nothing. None: the draws change nothing."""
+
+    tokens: Tensor
+    nothing_left: Tensor | None = None
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], race: Race = torch_race) -> Tensor:
-    """Draw one token a row from float32[N, vocab_size]; int64[N]. `logits` stay as they are.
+DrawRows: TypeAlias = Callable[[Tensor, Sequence["Draw"]], DrawnRows]
+"""Draws one token a row from float32[N, vocab_size], which are finite and stay as they are. As `sample` does."""
+
+
+def sample(logits: Tensor, draws: Sequence[Draw], race: Race = torch_race) -> DrawnRows:
+    """Draw one token a row from float32[N, vocab_size], which are finite and stay as they are.
 
     Order: repetition, frequency and presence penalty, bad words, bias, masks; temperature; min-p, top-k, top-p; then
     `race`, any form of `worker.race` that runs on the device of `logits`.
     """
+    changed = [row for row, draw in enumerate(draws) if draw.changes_logits]
+    if not changed:
+        return DrawnRows(_drawn(logits, draws, race))
     logits = adjusted(logits, draws)
+    nothing_left = torch.zeros(len(draws), dtype=torch.bool, device=logits.device)
+    for row in changed:
+        nothing_left[row] = ~logits[row].amax().isfinite()
+    return DrawnRows(_drawn(logits, draws, race), nothing_left)
+
+
+def _drawn(logits: Tensor, draws: Sequence[Draw], race: Race) -> Tensor:
+    """One token a row of logits that the draws have changed already; int64[N]."""
     random = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
     if not random:
         return logits.argmax(dim=-1)

@@ -21,6 +21,7 @@ from worker.adapters import AdapterSlots
 from worker.batch import Batch, Piece, cut, selector
 from worker.cell_image import CellPort
 from worker.cpu.race import compile_cpu_race
+from worker.dead_ends import no_token_left
 from worker.executor import ProgramInfo
 from worker.forwards import Forwards, SelectedLogits
 from worker.logprobs import token_logprobs
@@ -173,9 +174,13 @@ class TorchExecutor:
             logits, pieces = logits[good_rows], [pieces[row] for row in good_rows]
         if not pieces:
             return
-        tokens = self._draw_rows(logits, [_draw(piece.chunk, masks.get(piece.index)) for piece in pieces]).tolist()
+        drawn = self._draw_rows(logits, [_draw(piece.chunk, masks.get(piece.index)) for piece in pieces])
+        tokens = drawn.tokens.tolist()
         for piece, token in zip(pieces, tokens, strict=True):
             runs[piece.index].token = token
+        if drawn.nothing_left is not None:
+            for row in drawn.nothing_left.nonzero()[:, 0].tolist():
+                runs[pieces[row].index].error = no_token_left(pieces[row].chunk)
         asked = [row for row, piece in enumerate(pieces) if piece.chunk.sampling.logprobs is not None]
         if asked:
             num_top = [pieces[row].chunk.sampling.logprobs or 0 for row in asked]

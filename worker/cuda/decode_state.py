@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 
 import numpy as np
 import numpy.typing as npt
@@ -44,10 +45,19 @@ class SlotEntry:
     first: int = 0
 
 
+class RowFault(IntFlag):
+    """Why a row's token means nothing, as the device says it; 0: it means something."""
+
+    NOT_FINITE = 1
+    """Of the logits that the forward gave, the largest is not finite, or there is a NaN."""
+    NOTHING_LEFT = 2
+    """Of the logits that the row's draw has changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Tokens of a step on their way to the host. `tokens` and `bad` (rows without finite logits) are int32[rows],
-    valid after `wait` and until `RING` later fetches."""
+    """Tokens of a step on their way to the host. `tokens` and `bad` (`RowFault`s) are int32[rows], valid after `wait`
+    and until `RING` later fetches."""
 
     tokens: npt.NDArray[np.int32]
     bad: npt.NDArray[np.int32]

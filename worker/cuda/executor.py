@@ -50,7 +50,8 @@ class CudaExecutor:
     """An `Executor`; see `worker.executor`. Two steps in flight. Everything runs on torch's current stream.
 
     Where a forward runs out of memory, the chunks that it held fail, and where a draw does, or its log probabilities,
-    those that wanted it; any other error of the device is the executor's end. Rows without finite logits fail alone.
+    those that wanted it; any other error of the device is the executor's end. Rows without finite logits, or with
+    nothing left to draw, fail alone.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class CudaExecutor:
         if special:
             draws = self._host_draws.draws(special, run, self._step_before)  # while the forward runs
             logits = self._decode.logits(len(slots))
-            self._host_draws.draw_again(run, special, special, draws, logits, slots, state.out_tokens)
+            self._host_draws.draw_again(run, special, special, draws, logits, slots, state.out_tokens, state.bad_rows)
             scored, kept = self._kept_logits(run, special, special, logits)
         pending = state.fetch_tokens(len(slots))
         run.drawn.append(Drawn(range(len(slots)), pending, scored, kept))
@@ -223,7 +224,7 @@ class CudaExecutor:
         self._decode.draw(logits, slots.int(), outputs[0, :num_rows], outputs[1, :num_rows])
         rows, indices = range(num_rows), [piece.index for piece in pieces]
         draws = self._host_draws.draws(indices, run, self._step_before)  # while the forward runs
-        self._host_draws.draw_again(run, indices, rows, draws, logits, entered, outputs[0])
+        self._host_draws.draw_again(run, indices, rows, draws, logits, entered, outputs[0], outputs[1])
         self._decode.state.set_last_tokens(slots, outputs[0, :num_rows])
         pending = self._fetch(outputs, num_rows)
         run.drawn.append(Drawn(indices, pending, *self._kept_logits(run, indices, rows, logits)))

@@ -18,6 +18,7 @@ from planner.errors import GrammarFailed
 from planner.step import Chunk
 from worker.cuda.changes import change_rows
 from worker.cuda.decode import CudaDecode
+from worker.cuda.decode_state import RowFault
 from worker.cuda.failures import Failures
 from worker.cuda.outcomes import StepRun
 from worker.masks import BitMask, MaskMaker, constrained_row
@@ -48,12 +49,14 @@ class HostDraws:
         logits: Tensor,
         slots: Sequence[int],
         out_tokens: Tensor,
+        bad_rows: Tensor,
     ) -> None:
         """Those of `draws` that the device did not do by itself, into `out_tokens` and into what slots remember.
 
-        Row `rows[i]` of `logits` and of `out_tokens` is the draw `draws[i]` of the step's chunk `indices[i]`; row r has
-        the settings of `slots[r]`, whose length counts the row's own position already. `logits` stay as they are;
-        whether they were finite was said by their first draw. Where the device has no room, these chunks fail.
+        Row `rows[i]` of `logits`, `out_tokens` and `bad_rows` is the draw `draws[i]` of the step's chunk `indices[i]`;
+        row r has the settings of `slots[r]`, whose length counts the row's own position already. `logits` stay as they
+        are. To what their first draw said of them in `bad_rows` this adds where nothing is left to draw. Where the
+        device has no room, these chunks fail.
         """
         places = [place for place, draw in enumerate(draws) if draw.changes_logits]
         if not places:
@@ -61,16 +64,18 @@ class HostDraws:
         with self._failures.room_for(run, [indices[place] for place in places], "drawing a token"):
             again = [rows[place] for place in places]
             where, at = (self._upload(np.array(ids, np.int64)) for ids in (again, [slots[row] for row in again]))
-            tokens = self._drawn(logits.index_select(0, where).float(), [draws[place] for place in places], at)
+            tokens, bad = self._drawn(logits.index_select(0, where).float(), [draws[place] for place in places], at)
             out_tokens.index_copy_(0, where, tokens)
+            bad_rows.index_add_(0, where, bad, alpha=RowFault.NOTHING_LEFT.value)
             self._decode.state.set_last_tokens(at, tokens)
 
-    def _drawn(self, logits: Tensor, draws: Sequence[Draw], slots: Tensor) -> Tensor:
-        """Change `logits` float32[N, vocab_size] as `draws` say, and draw a token from each row; int32[N]."""
+    def _drawn(self, logits: Tensor, draws: Sequence[Draw], slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Change `logits` float32[N, vocab_size] as `draws` say, and draw a token from each row; int32[N]. Second: 1
+        where there was none to draw, int32[N]."""
         change_rows(logits, draws, self._upload)
         tokens, bad = (torch.empty(len(draws), dtype=torch.int32, device=logits.device) for _ in range(2))
         self._decode.draw(logits, slots.int(), tokens, bad)
-        return tokens
+        return tokens, bad
 
     def _masks(self, indices: Sequence[int], run: StepRun, before: StepRun | None) -> dict[int, BitMask]:
         """What those of these chunks that follow a grammar may draw, by index. The last token of one may still be in

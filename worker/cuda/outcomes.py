@@ -12,7 +12,8 @@ from torch import Tensor
 from planner.errors import ForwardFailed, RequestFailed
 from planner.request import TokenLogprobs, Vector
 from planner.step import Chunk, ChunkOutput
-from worker.cuda.decode_state import PendingTokens
+from worker.cuda.decode_state import PendingTokens, RowFault
+from worker.dead_ends import no_token_left
 from worker.logprobs import token_logprobs
 
 
@@ -50,7 +51,7 @@ class StepRun:
         self._errors.setdefault(index, error)
 
     def drawn_tokens(self) -> dict[int, int]:
-        """By sequence, what was drawn from logits that are finite. Waits until the tokens are here."""
+        """By sequence, what was drawn, but for tokens that mean nothing. Waits until the tokens are here."""
         found: dict[int, int] = {}
         for drawn in self.drawn:
             drawn.pending.wait()
@@ -89,8 +90,13 @@ class StepRun:
         drawn.pending.wait()
         rows = drawn.pending.tokens.tolist()
         tokens.update(zip(drawn.indices, rows, strict=True))
-        bad = [index for index, is_bad in zip(drawn.indices, drawn.pending.bad.tolist(), strict=True) if is_bad]
-        self.fail(bad, "the forward gave logits that are not finite")
+        for index, fault in zip(drawn.indices, drawn.pending.bad.tolist(), strict=True):
+            if not fault:
+                continue
+            if fault & RowFault.NOT_FINITE:
+                self.fail([index], "the forward gave logits that are not finite")
+            else:
+                self.give_up(index, no_token_left(self.chunks[index]))
         if drawn.logits is not None:
             indices = [drawn.indices[row] for row in drawn.scored]
             num_top = [self.chunks[index].sampling.logprobs or 0 for index in indices]

@@ -15,7 +15,7 @@ from torch import Tensor
 from worker.cuda.changes import change_rows
 from worker.cuda.pinned_pages import PAGE_BYTES, PinnedPages
 from worker.cuda.sampler import GpuSampler
-from worker.sampler import Draw
+from worker.sampler import Draw, DrawnRows
 
 
 class RowDraws:
@@ -28,19 +28,20 @@ class RowDraws:
         # A page holds the masks of all rows.
         self._upload = PinnedPages(device, max(PAGE_BYTES, max_rows * vocab_size // 4)).upload
 
-    def __call__(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-        """One token a row of float32[N, vocab_size]; int64[N]. Rows are finite, and stay as they are."""
-        if any(draw.changes_logits for draw in draws):
+    def __call__(self, logits: Tensor, draws: Sequence[Draw]) -> DrawnRows:
+        """One token a row of float32[N, vocab_size], which are finite and stay as they are."""
+        changes = any(draw.changes_logits for draw in draws)
+        if changes:
             logits = logits.clone(memory_format=torch.contiguous_format)
             change_rows(logits, draws, self._upload)
         if all(draw.sampling.greedy for draw in draws):
-            return logits.argmax(dim=-1)
+            return DrawnRows(logits.argmax(dim=-1), ~logits.amax(dim=-1).isfinite() if changes else None)
         tokens, bad = torch.empty((2, len(draws)), dtype=torch.int32, device=logits.device).unbind(0)
         at_once = len(self._slots)
         for first in range(0, len(draws), at_once):
             rows = slice(first, first + at_once)
             self._draw(logits[rows], draws[rows], tokens[rows], bad[rows])
-        return tokens.to(torch.int64)
+        return DrawnRows(tokens.to(torch.int64), bad.bool() if changes else None)
 
     def _draw(self, logits: Tensor, draws: Sequence[Draw], tokens: Tensor, bad: Tensor) -> None:
         params = [draw.sampling for draw in draws]
