@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from planner.errors import ForwardFailed, QueueFull, Unavailable, WorkerLost
+from planner.errors import ForwardFailed, NoTokenLeft, QueueFull, Unavailable, WorkerLost
 from planner.request import FinishReason, Request, Update
 from tests.fake_fleet import FakeFleet
 from tests.http_desk import (
@@ -57,6 +57,16 @@ async def test_a_failure_before_the_first_token_is_a_status() -> None:
     async with desk(fleet=fleet) as d:
         for stream in (False, True):
             assert refusal(await d.post("/v1/completions", **PROMPT, stream=stream), 503)["code"] == "worker_lost"
+
+
+async def test_a_dead_end_is_the_requests_own_fault_and_names_the_field() -> None:
+    fleet = FakeFleet(MODEL, says("hello there"), fail_after=(0, NoTokenLeft("nothing is left", param="bad_words")))
+    async with desk(fleet=fleet) as d:
+        error = refusal(await d.post("/v1/completions", **PROMPT), 400)
+        fleet.fail_after = (1, NoTokenLeft("nothing is left", param="bad_words"))
+        *_, last = await d.events("/v1/chat/completions", **CHAT)
+    assert error == last["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "bad_words", "no_token_left")
 
 
 async def test_a_stream_that_fails_says_so_and_ends() -> None:
