@@ -1,7 +1,7 @@
 """Other people's clients hold a scripted conversation: whole, streamed, tools, a schema, errors.
 
 Each runs where it is installed: OpenAI's client for Node in the folder that RAYCOMB_NODE_MODULES names, LangChain,
-LiteLLM and lm-eval under the interpreter that RAYCOMB_CLIENTS_PYTHON names (else this one).
+LiteLLM, lm-eval and Open WebUI under the interpreter that RAYCOMB_CLIENTS_PYTHON names (else this one).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planner.request import Request
-from tests.fake_fleet import FakeFleet, Script
+from tests.fake_fleet import FakeFleet
 from tests.grammar_rig import TEXT
 from tests.service_process import tiny_checkpoint
 from tests.talk_lm_eval import ASKED, SCORED
@@ -55,8 +56,8 @@ def script(request: Request, _: int) -> Sequence[int]:
     return [*TEXT.encode(said), EOS]
 
 
-async def heard(*command: str, script: Script = script) -> dict[str, Any]:
-    async with served(FakeFleet(ROOMY, script), text=tiny_text(HERMES)) as url:
+async def heard(*command: str, fleet: FakeFleet | None = None) -> dict[str, Any]:
+    async with served(fleet or FakeFleet(ROOMY, script), text=tiny_text(HERMES)) as url:
         environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         process = await asyncio.create_subprocess_exec(
             *command, f"{url}/v1", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
@@ -99,7 +100,22 @@ async def test_lm_evaluation_harness(tmp_path: Path) -> None:
         return [*TEXT.encode(TEXT.decode(request.prompt.tolist())[::-1] + ". And more"), EOS]
 
     python, folder = python_with("lm_eval"), str(tiny_checkpoint(tmp_path))
-    told = await heard(python, str(HERE / "talk_lm_eval.py"), folder, script=reversed_prompt)
+    told = await heard(python, str(HERE / "talk_lm_eval.py"), folder, fleet=FakeFleet(ROOMY, reversed_prompt))
     # Each token of a prompt scores -0.5 here, and is the best.
     likelihoods = [[-0.5 * len(TEXT.encode(continuation)), True] for _, continuation in SCORED]
     assert told["1"] == told["4"] == {"likelihoods": likelihoods, "answers": [prompt[::-1] for prompt in ASKED]}
+
+
+async def test_open_webui(tmp_path: Path) -> None:
+    """The check of a connection, its models, a chat, one that is stopped, and a title."""
+
+    def until_stopped(request: Request, number: int) -> Sequence[int]:
+        shown = TEXT.decode(request.prompt.tolist())
+        return TEXT.encode("on " * 1000) if "endless" in shown else script(request, number)
+
+    fleet = FakeFleet(replace(ROOMY, context=8192), until_stopped)
+    told = await heard(python_with("open_webui"), str(HERE / "talk_open_webui.py"), str(tmp_path), fleet=fleet)
+    said = {"chat": "Hello there.", "streamed": "Hello there.", "title": "Hello there."}
+    assert told == said | {"verify": ["tiny"], "models": ["tiny"], "stopped": "o"}
+    assert fleet.num_running == 0
+    assert [len(generation.cancelled) for generation in fleet.generations] == [0, 0, 1, 0]
