@@ -157,6 +157,18 @@ def byte_dots(words, x, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def finished(acc, NATIVE: tl.constexpr):
+    """The accumulator of a product whose weights are in registers, once the tensor cores are done with it.
+
+    Left to itself the compiler lets most of a step's products run on while the next step's weights are made, in the
+    very registers that they read: an assembler before ptxas 13.3 does not keep these apart (triton-lang/triton#9433).
+    Anything that reads the accumulator makes it wait."""
+    if NATIVE:
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    return acc
+
+
+@triton.jit
 def in_order(words, scales, COUNT: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, NUMBER: tl.constexpr,
              NATIVE: tl.constexpr):  # fmt: skip
     """int32 [COUNT, WORDS] of so many rows to [COUNT, WORDS * 32 / BITS] of the type NUMBER, columns in order: the

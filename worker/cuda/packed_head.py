@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from worker.cuda.gemv import norm_factor, partial_squares
 from worker.cuda.linear import leave_best
+from worker.cuda.packed_codes import finished
 from worker.cuda.packed_gemv import packed_sums, stored_columns
 from worker.cuda.packed_linear import packed_rows, packed_weights
 
@@ -64,6 +65,7 @@ def packed_head_kernel(
     for k in range(0, K, DEPTH):
         weights = packed_weights(x, codes, scales, read, k, K, COLUMNS, DEPTH, 8, NATIVE)
         acc = tl.dot(weights, packed_rows(x, rows, k, K, DEPTH), acc, input_precision="ieee")
+        acc = finished(acc, NATIVE)
     if PDL:
         gdc_launch_dependents()
     rounded = tl.trans(acc * lacking).to(logits.dtype.element_ty)

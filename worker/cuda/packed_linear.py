@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from worker.cuda.linear import ask_ahead
-from worker.cuda.packed_codes import LOAD_WORDS, in_order
+from worker.cuda.packed_codes import LOAD_WORDS, finished, in_order
 
 
 @triton.jit
@@ -65,6 +65,7 @@ def packed_split_kernel(
     for k in range(0, K // SPLITS, DEPTH):
         weights = packed_weights(x, codes, scales, columns, first + k, K, COLUMNS, DEPTH, BITS, NATIVE)
         acc = tl.dot(weights, packed_rows(x, rows, first + k, K, DEPTH), acc, input_precision="ieee")
+        acc = finished(acc, NATIVE)
     if PDL and not EARLY:
         gdc_launch_dependents()
     if BITS == 8:
@@ -96,6 +97,7 @@ def packed_gate_up_kernel(
     for k in range(0, K, DEPTH):
         weights = packed_weights(x, codes, scales, both, k, K, 2 * COLUMNS, DEPTH, BITS, NATIVE)
         acc = tl.dot(weights, packed_rows(x, rows, k, K, DEPTH), acc, input_precision="ieee")
+        acc = finished(acc, NATIVE)
     if PDL and not EARLY:
         gdc_launch_dependents()
     if BITS == 8:

@@ -45,8 +45,8 @@ def gate_up_tile(bits: int, num_rows: int, ffn: int, depth: int) -> LinearTile |
 
 
 def _tile(bits: int, num_rows: int, num_columns: int, depth: int, columns: int) -> LinearTile | None:
-    """With K in one part. No tile has 128 rows: on a GPU such ones, compiled by Triton 3.6, gave wrong sums wherever K
-    took several steps, with any number of warps."""
+    """With K in one part. No tile has 128 rows: on a GPU such ones gave wrong sums wherever K took several steps,
+    before these waited for their products (`packed_codes.finished`), and nobody has tried them since."""
     if not 0 < num_rows <= MOST_ROWS or num_columns % columns:
         return None
     rows = next((rows for rows in (16, 32) if num_rows <= rows), 64)
