@@ -30,6 +30,12 @@ async def text_of(said: str, **body: Any) -> str:
     return str(whole)
 
 
+async def test_a_form_and_bad_words_go_to_the_worker_together() -> None:
+    request = await request_of(**PROMPT, guided_choice=["yes", "no"], bad_words=["no"])
+    assert request.sampling.grammar is not None
+    assert request.sampling.bad_words
+
+
 async def test_bad_words_go_to_the_worker_in_every_spelling() -> None:
     request = await request_of(**PROMPT, bad_words=["hello", "ab"])
     spelled = {TEXT.decode(list(word)) for word in request.sampling.bad_words}
@@ -170,7 +176,6 @@ async def test_prompt_log_probabilities_are_asked_for_and_told() -> None:
     [
         ({"bad_words": [""]}, "bad_words"),
         ({"bad_words": "x"}, "bad_words"),
-        ({"bad_words": ["x"], "guided_regex": "a"}, "bad_words"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": MODEL.context + 1}, "truncate_prompt_tokens"),

@@ -179,8 +179,6 @@ def _request(
     vocab_size = model.vocab_size
     if grammar is not None and not eos_ids:
         raise InvalidRequest("this model has no token that ends an answer, so no answer of it can follow a grammar")
-    if grammar is not None and bad_words:
-        raise InvalidRequest("bad_words may leave a form nothing to go on with; ask for one of them", param="bad_words")
     _check_ids(prompt.ids, vocab_size, "prompt")
     _check_ids(body.stop_token_ids, vocab_size, "stop_token_ids")
     stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else eos_ids)
