@@ -29,7 +29,15 @@ ODD = DecodeShape(
     hidden=200, num_heads=6, num_kv_heads=1, head_dim=96, ffn=300, vocab_size=1003, context=256, norm_eps=1e-5,
     dtype=BF16, windows=(None,) * 2,
 )  # fmt: skip
-PACKED = {f"llama-8b {bits}": replace(LLAMA_8B, quantization=bits) for bits in ("int8", "int4")}
+QWEN25_05B = DecodeShape(
+    hidden=896, num_heads=14, num_kv_heads=2, head_dim=64, ffn=4864, vocab_size=151936, context=8192, norm_eps=1e-6,
+    dtype=BF16, windows=(None,) * 24, qkv_bias=True,
+)  # fmt: skip
+PACKED = {
+    f"{name} {bits}": replace(shape, quantization=bits)
+    for name, shape in (("llama-8b", LLAMA_8B), ("qwen2.5-0.5b", QWEN25_05B), ("smollm2", SMOLLM2))
+    for bits in ("int8", "int4")
+}
 SHAPES = PACKED | {"llama-8b": LLAMA_8B, "qwen3-0.6b": QWEN3_06B, "smollm2": SMOLLM2, "odd": ODD}
 WIDTHS = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 256)
 SHARED_MEMORY_BYTES = 227 * 1024
@@ -67,11 +75,18 @@ def test_tiles_divide_every_matrix_and_fit_shared_memory(name: str, width: int) 
             tile = getattr(plan.linear, linear)
             assert n % tile.columns == 0
             assert k % (tile.splits * tile.depth) == 0
+            assert shape.bits is None or tile.rows <= 64
             tiles = tile.columns * (2 if linear == "gate_up" else 1) + tile.rows
             assert tiles * tile.depth * tile.stages * 2 <= SHARED_MEMORY_BYTES
     if plan.linear is not None:
         assert plan.linear.gate_up.splits == plan.linear.head.splits == 1
         assert shape.hidden % plan.linear.head.depth == 0
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_matrices_of_real_models_have_tiles_at_every_width(name: str) -> None:
+    chains = [plan_decode(PACKED[name], width, hopper=True).chain for width in range(1, 257)]
+    assert chains == [Chain.GEMV] + [Chain.SPLIT_K] * 255
 
 
 def test_real_models_run_the_fast_chains_where_they_won() -> None:
