@@ -32,6 +32,7 @@ def normed_gemv(
     launch: Launch,
 ) -> None:
     """out [N] fp32 = norm(x) times the matrix; `sums` are the parts of x's squares, of which there are `num_sums`."""
+    assert len(matrix) % tile.columns == 0
     packed_normed_gemv_kernel[(len(matrix) // tile.columns,)](
         x, sums, matrix.codes, matrix.scales, out, num_sums, eps, K=matrix.shape[1], COLUMNS=tile.columns,
         DEPTH=tile.depth, BITS=matrix.bits, MAX_SUMS=len(sums), NATIVE=x.is_cuda, EARLY=tile.early, **launch,
@@ -50,6 +51,7 @@ def gate_up_gemv(
 ) -> None:
     """out [N / 2] = silu(gate) * up of norm(x)."""
     num_columns = len(matrix) // 2
+    assert num_columns % tile.columns == 0
     packed_gate_up_gemv_kernel[(num_columns // tile.columns,)](
         x, sums, matrix.codes, matrix.scales, out, num_sums, eps, N=num_columns, K=matrix.shape[1],
         COLUMNS=tile.columns, DEPTH=tile.depth, BITS=matrix.bits, MAX_SUMS=len(sums), NATIVE=x.is_cuda,
@@ -69,6 +71,7 @@ def residual_gemv(
 ) -> int:
     """residual += x times the matrix; scaled = residual * norm. Returns how many parts of its squares are in `sums`."""
     programs = len(matrix) // tile.columns
+    assert len(matrix) % tile.columns == 0
     packed_residual_gemv_kernel[(programs,)](
         x, matrix.codes, matrix.scales, residual, norm, scaled, sums, K=matrix.shape[1], COLUMNS=tile.columns,
         DEPTH=tile.depth, BITS=matrix.bits, NATIVE=x.is_cuda, EARLY=tile.early, **launch,

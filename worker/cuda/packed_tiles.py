@@ -102,7 +102,8 @@ def gate_up_gemv_tile(bits: int, ffn: int, depth: int) -> GemvTile | None:
 
 
 def _gemv_tile(bits: int, depth: int, columns: int, most_warps: int) -> GemvTile:
+    """With the most warps that compute at most a quarter more than there is: K comes in whole steps."""
     of_a_warp, warps = 32 * 128 // bits, most_warps
-    while warps > 1 and warps // 2 * of_a_warp >= depth:
+    while warps > 1 and 4 * -(-depth // (warps * of_a_warp)) * warps * of_a_warp > 5 * depth:
         warps //= 2
     return GemvTile(columns, warps * of_a_warp, warps)
