@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.cuda_rig import INTERPRETED
-
 pytest.importorskip("triton", reason="triton is not installed")
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from tests.cuda_rig import INTERPRETED
 from worker.cuda.packed_head import packed_head_kernel
 from worker.cuda.packed_linear import packed_gate_up_kernel, packed_split_kernel
 from worker.cuda.packed_tiles import gate_up_tile, head_tile, product_tile
