@@ -110,7 +110,9 @@ class Bench:
         elif product.name == "qkv":
             normed_gemv_kernel[(n // tile.columns,)](x, sums, matrix, b.partials, _MOST_SUMS, 0.0, **normed)
         else:
-            residual_gemv_kernel[(n // tile.columns,)](x, matrix, b.residual, self.norm, b.normed, sums, **shared)
+            residual_gemv_kernel[(n // tile.columns,)](
+                x, matrix, b.residual, self.norm, b.normed, sums, EARLY=tile.early, **shared
+            )
 
     def _head(self, x: Tensor, matrix: Tensor, rows: int, tile: Tile) -> None:
         """Without logits, as a step of greedy rows."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from worker.cuda.decode_plan import plan_decode
 from worker.cuda.decode_shape import DecodeShape
-from worker.cuda.packed_tiles import gate_up_gemv_tile, gate_up_tile, gemv_tile, head_tile, product_tile
-from worker.cuda.tiles import GemvTile, LinearTile
+from worker.cuda.packed_tiles import gate_up_tile, head_tile, packed_gemv_tiles, product_tile
+from worker.cuda.tiles import GemvTile, GemvTiles, LinearTile, LinearTiles
 
 Tile = GemvTile | LinearTile
 
@@ -31,16 +31,19 @@ def own_tile(shape: DecodeShape, product: Product, rows: int, bits: int) -> Tile
     if bits < 16 and product.name == "head" and rows > 1:
         return head_tile(rows, product.columns, product.depth)
     if bits < 16 and rows == 1:
-        if product.is_gate_up:
-            return gate_up_gemv_tile(bits, product.columns // 2, product.depth)
-        return gemv_tile(bits, -(-product.columns // 8) * 8, product.depth)
+        lone = packed_gemv_tiles(shape, bits)
+        return None if lone is None else tile_of(lone, product)
     if bits < 16 and product.is_gate_up:
         return gate_up_tile(bits, rows, product.columns // 2, product.depth)
     if bits < 16:
         return product_tile(bits, rows, product.columns, product.depth)
     plan = plan_decode(shape, rows, hopper=True)
     tiles = plan.gemv or plan.linear
-    tile: Tile | None = None if tiles is None else getattr(tiles, product.name)
+    return None if tiles is None else tile_of(tiles, product)
+
+
+def tile_of(tiles: GemvTiles | LinearTiles, product: Product) -> Tile:
+    tile: Tile = getattr(tiles, product.name)
     return tile
 
 

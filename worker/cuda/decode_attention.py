@@ -96,6 +96,31 @@ def _stored(x, into, scale_into, mask, is_mine, SCALED: tl.constexpr, NATIVE: tl
 
 
 @triton.jit
+def _weighed(q, k, v, there, largest, total, acc, scale):
+    """A running softmax after a block of keys [dims, BLOCK] and values [BLOCK, dims], one of which is `there`."""
+    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+    scores = tl.where(there[None, :], scores, float("-inf"))
+    higher = tl.maximum(largest, tl.max(scores, axis=1))
+    kept = tl.exp2(largest - higher)
+    p = tl.exp2(scores - higher[:, None])
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * kept[:, None], input_precision="ieee")
+    return higher, total * kept + tl.sum(p, axis=1), acc
+
+
+@triton.jit
+def _first_cells(
+    cells, k_heads, v_heads, begin, end, dims, CELL: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The first block of positions [begin, end), as `_weighed` takes keys and values: zeros where there is none."""
+    at = begin + tl.arange(0, BLOCK)
+    there, inside = at < end, dims < D
+    cell = tl.load(cells + at, mask=there, other=0).to(tl.int64) * CELL
+    k = tl.load(k_heads + cell[None, :] + tl.trans(dims), mask=there[None, :] & tl.trans(inside), other=0.0)
+    v = tl.load(v_heads + cell[:, None] + dims, mask=there[:, None] & inside, other=0.0)
+    return k, v
+
+
+@triton.jit
 def older_cells(
     q, largest, total, acc, cells, k_heads, v_heads, begin, end, dims, scale,
     CELL: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -108,15 +133,8 @@ def older_cells(
         at = start + lanes
         cell = tl.load(cells + tl.minimum(at, end - 1)).to(tl.int64) * CELL
         k = tl.load(k_heads + cell[None, :] + tl.trans(dims), mask=tl.trans(inside), other=0.0)
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-        scores = tl.where((at < end)[None, :], scores, float("-inf"))
-        higher = tl.maximum(largest, tl.max(scores, axis=1))
-        kept = tl.exp2(largest - higher)
-        p = tl.exp2(scores - higher[:, None])
         v = tl.load(v_heads + cell[:, None] + dims, mask=inside, other=0.0)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * kept[:, None], input_precision="ieee")
-        total = total * kept + tl.sum(p, axis=1)
-        largest = higher
+        largest, total, acc = _weighed(q, k, v, at < end, largest, total, acc, scale)
     return largest, total, acc
 
 
@@ -161,7 +179,8 @@ def attention_kernel(
     GROUP_PADDED: tl.constexpr, QKV_SPLITS: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, WINDOWED: tl.constexpr,
     LAST_REDUCES: tl.constexpr, LISTED: tl.constexpr, CELL: tl.constexpr, SCALED: tl.constexpr,
-    SCALES_AT: tl.constexpr, SCALE_STRIDE: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALE_STRIDE: tl.constexpr, FIRST: tl.constexpr, LIST_WAITS: tl.constexpr,
+    NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, SPLITS, rows). qkv [QKV_SPLITS, rows, (HEADS + 2 KV_HEADS) D]; pools [cells, KV_HEADS, D], or
     scaled rows, whose float32 words are `k_scales` and `v_scales` (`worker.cuda.cell_scales.row_constants`);
@@ -172,7 +191,10 @@ def attention_kernel(
     [rows, KV_HEADS] is zero before and after), else by `reduce_kernel`.
 
     LISTED: grid (KV_HEADS, pieces), and `work` and `num_pieces` as `decode_work.list_pieces` leaves them; part_out
-    [pieces, HEADS, D], part_max and part_sum [pieces, HEADS]; the last program of a row to arrive reduces."""
+    [pieces, HEADS, D], part_max and part_sum [pieces, HEADS]; the last program of a row to arrive reduces.
+
+    As a dependent it looks up before it waits what no kernel of the step but the first writes: its cells and, if
+    FIRST, the keys and values of a block of them. LIST_WAITS: the list of pieces may not be whole by then."""
     kv_head = tl.program_id(0)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     COLUMNS: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
@@ -180,16 +202,15 @@ def attention_kernel(
     group = tl.arange(0, GROUP_PADDED)
     heads = kv_head * GROUP + group
     mine = (group < GROUP)[:, None] & (dims < D)
-    if PDL:
+    if PDL and LIST_WAITS:
         gdc_wait()
     first_piece = 0
     if LISTED:
         item = work + tl.program_id(1) * _ITEM_WORDS
         row, slot, position = tl.load(item), tl.load(item + 1).to(tl.int64), tl.load(item + 2)
         new_cell, first_piece = tl.load(item + 3).to(tl.int64), tl.load(item + 4)
-        used, split = tl.load(item + 5), tl.load(item + 6)
-        if tl.program_id(1) >= tl.load(num_pieces):
-            return
+        used, split = tl.maximum(tl.load(item + 5), 1), tl.load(item + 6)
+        idle = tl.program_id(1) >= tl.load(num_pieces)
     else:
         split = tl.program_id(1)
         row = tl.program_id(2)
@@ -202,13 +223,22 @@ def attention_kernel(
         begin = tl.maximum(position + 1 - window, 0)
     if not LISTED:
         used = splits_used(position - begin, SPLITS, SHARE)
-        if split >= used:
-            return
+        idle = split >= used
     if SPLITS > 1 or LISTED:
         # In units of 16 cells, so that a ragged length does not cost its first split a whole block more.
         share = tl.cdiv(tl.cdiv(position - begin, used), 16) * 16
         begin = begin + split * share
         end = tl.minimum(begin + share, position)
+    if FIRST:
+        first_k, first_v = _first_cells(
+            cells, k_pool + kv_head * D, v_pool + kv_head * D, begin, tl.where(idle, begin, end), dims, CELL, D, BLOCK,
+        )  # fmt: skip
+    if PDL and not LIST_WAITS:
+        gdc_wait()
+    if PDL:
+        gdc_launch_dependents()
+    if idle:
+        return
 
     valid = dims < D
     q, k, v = _new_token(
@@ -232,13 +262,15 @@ def attention_kernel(
             CELL, D, D_PADDED, GROUP_PADDED, BLOCK, SCALE_STRIDE, NATIVE,
         )  # fmt: skip
     else:
+        if FIRST:
+            if begin < end:
+                there = begin + tl.arange(0, BLOCK) < end
+                largest, total, acc = _weighed(q, first_k, first_v, there, largest, total, acc, scale)
+            begin += BLOCK
         largest, total, acc = older_cells(
             q, largest, total, acc, cells, k_pool + kv_head * D, v_pool + kv_head * D, begin, end, dims, scale,
             CELL, D, BLOCK,
         )  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-
     _leave(
         acc, largest, total, row, kv_head, heads, group, dims, mine, out, part_out, part_max, part_sum, arrived, used,
         split, first_piece, HEADS, KV_HEADS, D, SPLITS, LAST_REDUCES, LISTED,

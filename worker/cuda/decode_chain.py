@@ -95,6 +95,7 @@ class DecodeChain:
         window = s.windows[index]
         none = b.sums  # stands in for the pointers that this model's kernel never reads
         listed = tile.pieces is not None
+        padded_dim = max(32 if rows["SCALED"] else 16, next_power_of_2(s.head_dim))
         grid = (s.num_kv_heads, tile.programs(width)) if listed else (s.num_kv_heads, tile.splits, width)
         attention_kernel[grid](
             qkv, b.padded_rows * s.qkv_columns,
@@ -106,7 +107,8 @@ class DecodeChain:
             b.num_pieces,
             s.head_dim**-0.5 * LOG2_E, s.norm_eps, window or 0,
             HEADS=s.num_heads, KV_HEADS=s.num_kv_heads, D=s.head_dim,
-            D_PADDED=max(32 if rows["SCALED"] else 16, next_power_of_2(s.head_dim)),
+            D_PADDED=padded_dim, FIRST=not rows["SCALED"] and tile.holds_a_block(padded_dim),
+            LIST_WAITS=listed and plan.linear is not None and plan.linear.qkv.early,
             GROUP_PADDED=max(16, next_power_of_2(s.num_heads // s.num_kv_heads)), QKV_SPLITS=splits,
             SPLITS=tile.splits, SHARE=tile.share, BLOCK=tile.block, HAS_BIAS=layer.qkv_bias is not None,
             QK_NORM=s.qk_norm, WINDOWED=window is not None, LISTED=listed,

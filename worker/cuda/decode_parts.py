@@ -101,19 +101,18 @@ def reduce_kernel(
     head = row * HEADS + tl.program_id(0)
     splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, D_PADDED)
-    if PDL:
-        gdc_wait()
-    num_cells = tl.load(length + tl.load(row_slots + row))
+    num_cells = tl.load(length + tl.load(row_slots + row))  # as they were before the step
     if WINDOWED:
         num_cells = tl.minimum(num_cells, window - 1)
     there = splits < splits_used(num_cells, SPLITS, SHARE)
     at = head * SPLITS + splits
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     score = tl.load(part_max + at, mask=there, other=float("-inf"))
     weight = tl.exp2(score - tl.max(score, axis=0))
     total = tl.sum(weight * tl.load(part_sum + at, mask=there, other=0.0), axis=0)
     mask = there[:, None] & (dims < D)[None, :]
     acc = tl.load(part_out + at[:, None] * D + dims[None, :], mask=mask, other=0.0)
     whole = tl.sum(acc * weight[:, None], axis=0) / total
-    if PDL:
-        gdc_launch_dependents()
     tl.store(out + head * D + dims, whole.to(out.dtype.element_ty), mask=dims < D)

@@ -25,6 +25,9 @@ and number of pieces, and which of them it is; one word is unused. See `decode_w
 # Models of this hidden size and less have tiles of their own.
 _SMALL = 2048
 
+# Of each column's weights, asked for by products that wait for their rows.
+_AHEAD = 128
+
 
 class Chain(Enum):
     """`GEMV`: one row, plain multiply-adds, norms fused into the linears. `SPLIT_K`: tensor cores, linears cut along
@@ -62,6 +65,11 @@ class AttentionTile:
     def programs(self, width: int) -> int:
         """Programs of a KV head in a step of so many rows; each leaves at most one partial result."""
         return width * self.splits if self.pieces is None else width + self.pieces
+
+    def holds_a_block(self, head_dim: int) -> bool:
+        """Whether a program has registers for the keys and values of a block while it waits for its query, and few
+        blocks: at most 64 of a thread's are either."""
+        return self.splits > 1 and self.block * head_dim <= 64 * 64 * self.warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +147,7 @@ def _linears(shape: DecodeShape, width: int, *, whole_gate_up: bool = False) -> 
 def _attention(width: int, small: bool) -> AttentionTile:
     """Compromises between contexts of 256 and of 2,000: what is best at one may take twice as long at the other."""
     if width == 1:
-        if small:
-            return AttentionTile(splits=32, block=64, warps=8, stages=1, share=32)
-        return AttentionTile(splits=32, block=64, warps=4, stages=2, share=16, reduce=Reduce.KERNEL)
+        return AttentionTile(splits=16 if small else 32, block=64, warps=8, stages=1, share=32 if small else 16)
     if width <= 4:
         return AttentionTile(splits=8, block=64, warps=4, stages=1, share=64)
     if width <= 8:
@@ -168,15 +174,15 @@ def _gemv(shape: DecodeShape, small: bool) -> GemvTiles | None:
 
     if small:
         qkv = tile(shape.qkv_columns, shape.hidden, 4, 1024, 2, early=True)
-        gate_up = tile(shape.ffn, shape.hidden, 1, 1024, 2, early=True)
-        down = tile(shape.hidden, shape.ffn, 4, 1024, 4)
+        gate_up = tile(shape.ffn, shape.hidden, 2, 1024, 2, early=True)
+        down = tile(shape.hidden, shape.ffn, 4, 1024, 4, early=True)
         head = tile(0, shape.hidden, 16, 1024, 4)
     else:
         qkv = tile(shape.qkv_columns, shape.hidden, 4, 2048, 4)
         gate_up = tile(shape.ffn, shape.hidden, 2, 2048, 4)
-        down = tile(shape.hidden, shape.ffn, 4, 2048, 4)
+        down = tile(shape.hidden, shape.ffn, 4, 2048, 4, early=True)
         head = tile(0, shape.hidden, 4, 2048, 4)
-    o = tile(shape.hidden, shape.query_columns, 4, 2048, 4)
+    o = tile(shape.hidden, shape.query_columns, 4, 2048, 4, early=True)
     if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
     return GemvTiles(qkv, o, gate_up, down, head)
@@ -225,4 +231,8 @@ def _linear(shape: DecodeShape, width: int, small: bool) -> LinearTiles | None:
     head = _tall(head) if width > 64 else head
     if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
+    if small or rows == 64:
+        qkv, o, gate_up, down = (replace(each, ahead=_AHEAD) for each in (qkv, o, gate_up, down))
+    if small and rows != 32:
+        o, down = replace(o, early=True), replace(down, early=True)
     return LinearTiles(replace(qkv, early=rows == 16), o, gate_up, down, head)

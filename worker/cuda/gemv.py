@@ -106,10 +106,12 @@ def normed_gate_up_gemv_kernel(
 @triton.jit
 def residual_gemv_kernel(
     x, w, residual, norm_weight, scaled, sums,
-    K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """residual [N] += x @ w.T in place; scaled = residual * norm_weight; sums gets one partial sum of squares a
     program, at the program's index."""
+    if PDL and EARLY:
+        gdc_launch_dependents()
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = _weights(w, columns, 0, K, DEPTH)
     norm = tl.load(norm_weight + columns).to(tl.float32)
@@ -117,7 +119,7 @@ def residual_gemv_kernel(
         gdc_wait()
     before = tl.load(residual + columns).to(tl.float32)
     acc = _products(x, first, w, columns, K, DEPTH)
-    if PDL:
+    if PDL and not EARLY:
         gdc_launch_dependents()
     after = (before + acc).to(residual.dtype.element_ty)
     tl.store(residual + columns, after)

@@ -24,6 +24,7 @@ _MULTIPROCESSORS = 132
 _PROGRAMS = {16: 3 * _MULTIPROCESSORS, 32: 3 * _MULTIPROCESSORS, 64: 2 * _MULTIPROCESSORS}
 _MAX_SPLITS = 8
 _ROW_COLUMNS = 8
+_DEEP = 8192
 
 
 def product_tile(bits: int, num_rows: int, num_columns: int, depth: int) -> LinearTile | None:
@@ -85,13 +86,15 @@ def packed_gemv_tiles(shape: DecodeShape, bits: int) -> GemvTiles | None:
     head = gemv_tile(HEAD_BITS, -(-shape.vocab_size // _ROW_COLUMNS) * _ROW_COLUMNS, shape.hidden)
     if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
+    o, gate_up, down = (replace(each, early=True) for each in (o, gate_up, down))
     return GemvTiles(qkv, o, gate_up, down, head)
 
 
 def gemv_tile(bits: int, num_columns: int, depth: int) -> GemvTile | None:
     """How one row is multiplied with a matrix [num_columns, depth]: 8 columns share what is made of x, and there are
-    as many warps as read 2,048 of each column at once, 16 bytes a thread."""
-    return None if num_columns % _ROW_COLUMNS else _gemv_tile(bits, depth, _ROW_COLUMNS, bits // 2)
+    as many warps as read 2,048 of each column at once, 16 bytes a thread, or four where columns are long."""
+    most_warps = 4 if depth > _DEEP else bits // 2
+    return None if num_columns % _ROW_COLUMNS else _gemv_tile(bits, depth, _ROW_COLUMNS, most_warps)
 
 
 def gate_up_gemv_tile(bits: int, ffn: int, depth: int) -> GemvTile | None:

@@ -50,7 +50,7 @@ class RowLayers:
             programs = s.hidden // tile.columns
             residual_gemv_kernel[(programs,)](
                 x, w, b.residual, norm, b.normed, b.sums, K=k, COLUMNS=tile.columns, DEPTH=tile.depth,
-                **plan.launch(tile.warps),
+                EARLY=tile.early, **plan.launch(tile.warps),
             )  # fmt: skip
             return programs
 
