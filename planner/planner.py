@@ -21,6 +21,7 @@ from planner.admission import check_request, check_room
 from planner.blocks import ResidentBlocks
 from planner.draft import pack
 from planner.errors import RequestFailed, RequestRefused
+from planner.families import Families
 from planner.inspection import Inspection, inspect
 from planner.limits import Limits, Snapshot
 from planner.memory import Memory
@@ -29,7 +30,7 @@ from planner.move import Move
 from planner.outlook import Outlook
 from planner.request import BASE_ROOT, CellArray, FinishReason, Request, TokenArray, TokenLogprobs, Update
 from planner.schedule import Schedule
-from planner.sequence import Family, Sequence, accept
+from planner.sequence import Sequence
 from planner.step import Chunk, ChunkOutput, Step, StepResult, check_result
 
 
@@ -62,9 +63,8 @@ class Planner:
         self._memory = Memory(limits, self.metrics)
         self._schedule = Schedule(limits, self._memory, self.metrics)
         self._outlook = Outlook()
-        self._families: dict[int, Family] = {}
+        self._families = Families(self._schedule, self._memory, self._outlook, self.metrics)
         self._in_flight: deque[_Flight] = deque()
-        self._last_request_id = 0
         self._last_planned = 0
         self._last_committed = 0
 
@@ -76,7 +76,7 @@ class Planner:
     @property
     def live(self) -> KeysView[int]:
         """Ids of the requests that have not ended; the view follows them."""
-        return self._families.keys()
+        return self._families.ids
 
     @property
     def num_queued_tokens(self) -> int:
@@ -104,14 +104,7 @@ class Planner:
         except RequestRefused:
             self.metrics.num_requests_refused += 1
             raise
-        self._last_request_id += 1
-        family = accept(self._last_request_id, request)
-        self._families[family.request_id] = family
-        self._schedule.waiting.add(family.live[0])
-        self._outlook.accept(request)
-        self.metrics.num_requests_submitted += 1
-        self.metrics.num_sequences_accepted += request.n
-        return family.request_id
+        return self._families.accept(request)
 
     def has_begun(self, request_id: int) -> bool:
         """Whether a live request has ever had a seat."""
@@ -127,28 +120,27 @@ class Planner:
         if family is None:
             return []
         chosen = [index for index in family.indices if indices is None or index in indices]
-        return [self._end(family, index, FinishReason.CANCELLED) for index in chosen]
+        return self._families.end(family, FinishReason.CANCELLED, chosen)
 
     def fail(self, request_id: int, error: RequestFailed) -> list[Update]:
         """As `cancel` of a whole request, but its sequences end as FAILED with `error`."""
         family = self._families.get(request_id)
         if family is None:
             return []
-        return [self._end(family, index, FinishReason.FAILED, error) for index in family.indices]
+        return self._families.end(family, FinishReason.FAILED, family.indices, error)
 
     def cancel_all(self) -> list[Update]:
         """End every sequence; steps in flight are still to be committed."""
-        return [update for request_id in list(self._families) for update in self.cancel(request_id)]
+        return self._families.end_all(FinishReason.CANCELLED)
 
     def fail_all(self, error: RequestFailed) -> list[Update]:
         """The executor is dead: end every sequence with `error`; forget the steps in flight and all cached cells."""
         for flight in self._in_flight:
             for sequence in flight.sequences:
                 sequence.num_in_flight = 0
-                self._take_back(sequence)
+                self._families.take_back(sequence)
         self._in_flight.clear()
-        families = list(self._families.values())
-        updates = [self._end(f, index, FinishReason.FAILED, error) for f in families for index in f.indices]
+        updates = self._families.end_all(FinishReason.FAILED, error)
         self._memory.clear()
         return updates
 
@@ -184,9 +176,9 @@ class Planner:
         for sequence, chunk, outcome in zip(flight.sequences, step.chunks, result.outcomes, strict=True):
             sequence.num_in_flight -= 1
             if sequence.has_left:
-                self._take_back(sequence)
+                self._families.take_back(sequence)
             elif isinstance(outcome, RequestFailed):
-                updates += self._fail(sequence, outcome)
+                updates += self._families.fail(sequence, outcome)
             else:
                 self._apply(sequence, chunk, outcome, updates)
         return updates
@@ -228,15 +220,13 @@ class Planner:
 
     def inspect(self) -> Inspection:
         """Everything that it holds, sequence by sequence, in O(capacity); for people."""
-        return inspect(self._families.values(), self._memory.table)
+        return inspect(self._families, self._memory.table)
 
     def check(self) -> None:
         """Verify every invariant, in O(capacity); for tests and debugging."""
         self._memory.check(self._schedule.sequences)
         self._schedule.check()
-        families = self._families.values()
-        self._outlook.check((family.request, family.num_left(index)) for family in families for index in family.indices)
-        assert bool(self._families) == self._schedule.busy, "a family without a sequence, or the reverse"
+        self._families.check()
 
     def _apply(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput, updates: list[Update]) -> None:
         """Take what a chunk gave, and add the sequence's news, and that of those it ends, to `updates`."""
@@ -265,7 +255,7 @@ class Planner:
             updates += forked
             return
         if reason is not None:
-            self._close(family, sequence.index, reason)
+            self._families.close(family, sequence.index, reason)
         updates.append(
             Update(
                 request_id=family.request_id,
@@ -286,68 +276,4 @@ class Planner:
         if sequence.num_computed < sequence.num_prompt:
             return []
         self._memory.publish(sequence, sequence.num_prompt)
-        return self._fork_from(sequence)
-
-    def _fork_from(self, leader: Sequence) -> list[Update]:
-        """Start the sequences that waited for this one to commit the prompt, or end them if nothing is to follow."""
-        family = leader.family
-        if family.leader is not leader:
-            return []
-        indices = sorted(family.unforked)
-        if family.request.max_tokens == 0:
-            return [self._end(family, index, FinishReason.LENGTH) for index in indices]
-        for index in indices:
-            sequence = family.spawn(index)
-            self._memory.fork(leader, sequence)
-            self._schedule.run_fork(sequence)
-        family.unforked.clear()
-        self._dismiss_leader(family)
-        return []
-
-    def _fail(self, sequence: Sequence, error: RequestFailed) -> list[Update]:
-        """End a sequence whose chunk failed, and those that waited to fork from it."""
-        family = sequence.family
-        indices = family.indices if family.leader is sequence else [sequence.index]
-        if sequence.finish_reason is not None:
-            sequence.finish_reason = FinishReason.FAILED  # it had ended, and computed on for the others
-        return [self._end(family, index, FinishReason.FAILED, error) for index in indices]
-
-    def _end(self, family: Family, index: int, reason: FinishReason, error: RequestFailed | None = None) -> Update:
-        """End a sequence that has no other news; returns its terminal update."""
-        self._close(family, index, reason)
-        return Update(
-            family.request_id, index, num_cached_tokens=family.num_cached_tokens or 0, finish_reason=reason, error=error
-        )
-
-    def _close(self, family: Family, index: int, reason: FinishReason) -> None:
-        """Note that a sequence ends; it leaves unless others need the prompt that it computes."""
-        self.metrics.finished[reason] += 1
-        self._outlook.end(family.request, family.num_left(index), failed=reason is FinishReason.FAILED)
-        if index in family.unforked:
-            family.unforked.discard(index)
-            if not family.unforked:
-                self._dismiss_leader(family)
-        else:
-            sequence = family.live.pop(index)
-            sequence.finish_reason = reason
-            if sequence.has_left:
-                self._leave(sequence)
-        if not (family.live or family.unforked):
-            del self._families[family.request_id]
-
-    def _dismiss_leader(self, family: Family) -> None:
-        """Nobody waits to fork any more: a leader that had ended leaves."""
-        leader, family.leader = family.leader, None
-        if leader is not None and leader.has_left:
-            self._leave(leader)
-
-    def _leave(self, sequence: Sequence) -> None:
-        self._schedule.remove(sequence)
-        self._take_back(sequence)
-
-    def _take_back(self, sequence: Sequence) -> None:
-        """The cells of a sequence that has left, as soon as no step in flight holds them."""
-        if sequence.cells_id is None:
-            self._memory.discard_copy(sequence)
-        elif sequence.has_left and not sequence.num_in_flight:
-            self._memory.retire(sequence, reusable=sequence.finish_reason is not FinishReason.FAILED)
+        return self._families.fork(sequence)
