@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils as numba_cgutils
@@ -17,7 +16,7 @@ from numba.extending import intrinsic
 
 from worker.cpu.blocks import spread
 from worker.cpu.decode import to_shares
-from worker.cpu.pointers import CompiledCode, compiled_code, floats_at
+from worker.cpu.pointers import CompiledCode, compiled_code, floats
 from worker.models.blocks import LANES
 
 cgutils: Any = numba_cgutils  # without types
@@ -156,7 +155,7 @@ def compile_heads(head_dim: int, shared: int) -> CompiledCode:
         queries: int, keys: int, values: int, cell_size: int, cells: int, num_seen: int, weights: int, mixed: int
     ) -> None:
         _score(queries, keys, cells, num_seen, weights, cell_size, head_dim, shared)
-        to_shares(numba.carray(floats_at(weights), (shared, num_seen)))  # type: ignore[attr-defined]
+        to_shares(floats(weights, (shared, num_seen)))
         _mix(mixed, values, cells, num_seen, weights, cell_size, head_dim, shared)
 
     return compiled_code(attend, 8)

@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numba
+import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import types as numba_types
 from numba.extending import intrinsic
 
 types: Any = numba_types  # without types
+Floats = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
 _INDEX = ir.IntType(64)
 
 
@@ -46,7 +50,21 @@ def pointer_to(kind: Any) -> Any:
     return intrinsic(cast)
 
 
-floats_at, integers_at = pointer_to(types.float32), pointer_to(types.int64)
+_floats_at, _integers_at = pointer_to(types.float32), pointer_to(types.int64)
+
+
+@numba.njit(nogil=True)
+def floats(address: int, shape: Any) -> Floats:
+    """The float32 array of that shape at an address; whoever gave it keeps the array alive."""
+    array: Floats = numba.carray(_floats_at(address), shape)  # type: ignore[attr-defined]
+    return array
+
+
+@numba.njit(nogil=True)
+def integers(address: int, shape: Any) -> Integers:
+    """As `floats`, of int64."""
+    array: Integers = numba.carray(_integers_at(address), shape)  # type: ignore[attr-defined]
+    return array
 
 
 def _call(typing_context: Any, code: Any, arguments: Any) -> Any:
