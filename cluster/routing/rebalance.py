@@ -22,7 +22,8 @@ LOOK_S: Final = 0.25
 class Giver(Protocol):
     """A stream to a worker."""
 
-    backlog: Backlog
+    @property
+    def backlog(self) -> Backlog: ...
 
     def recall(self, count: int) -> int:
         """Ask the last `count` of the backlog back, or all; how many those are."""

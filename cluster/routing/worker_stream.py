@@ -9,35 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection
-from dataclasses import replace
 
 import grpc
 from opentelemetry.trace import Tracer
 
 from cluster.routing.backlog import Backlog
-from cluster.routing.cancel_watch import CancelWatch
 from cluster.routing.fleet import WorkerReport
 from cluster.routing.last_report import LastReport
-from cluster.routing.live_runs import LiveRuns
 from cluster.routing.membership import Member
-from cluster.routing.outbox import Outbox
 from cluster.routing.run import Run
+from cluster.routing.sent_runs import SentRuns
 from cluster.routing.stall_watch import StallWatch
 from cluster.routing.stream_listeners import RunKeeper, StreamObserver
 from cluster.routing.worker_channel import HELLO_TIMEOUT_S, channel_to, why_it_ended
 from cluster.telemetry.gateway_meter import GatewayMeter
-from cluster.telemetry.run_spans import CANCELLED, ENDED, MOVED, RunEnd, RunSpans, lost, refused
-from planner.errors import RaycombError, RequestRefused, Unavailable, WorkerLost
+from planner.errors import Unavailable, WorkerLost
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc as pb_grpc
-from worker.wire import (
-    SECRET_METADATA,
-    adapter_from_proto,
-    blocks_from_proto,
-    request_to_proto,
-    update_from_proto,
-)
+from worker.wire import SECRET_METADATA, adapter_from_proto, blocks_from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +35,7 @@ LONGEST_BACKOFF_S = 2.0
 
 
 class WorkerStream:
-    """Keeps one stream open until `retire`; demultiplexes what comes. Owner: `Streams`, on the gateway's event loop.
+    """Keeps one stream open until `retire`; hands on what comes. Owner: `Streams`, on the gateway's event loop.
 
     A worker that has something to run and says nothing for `stall_timeout_s` hangs: the stream is broken off, and
     the worker gets nothing more before its engine has spoken again. `opening`: it is being opened for the first time.
@@ -67,16 +56,11 @@ class WorkerStream:
         self.member = member
         self._secret = secret
         self._observer = observer
-        self._keeper = keeper
         self._meter = meter
-        self._spans = RunSpans(tracer, member.worker_id)
         self._credentials = credentials
-        self._cancels = CancelWatch(meter.free)
         self._last_report = LastReport()
-        self._outbox = Outbox()
-        self._live = LiveRuns(lambda request_id: self._cancel(request_id, None))
-        self._stall = StallWatch(stall_timeout_s, has_work=lambda: len(self._live) > 0)
-        self.backlog = Backlog()
+        self._runs = SentRuns(member.worker_id, observer, keeper, meter.free, tracer, left=self._wake_if_idle)
+        self._stall = StallWatch(stall_timeout_s, has_work=lambda: len(self._runs) > 0)
         self.drains_since: float | None = None
         self._open = False
         self.opening = True
@@ -86,7 +70,12 @@ class WorkerStream:
 
     @property
     def num_live(self) -> int:
-        return len(self._live)
+        return len(self._runs)
+
+    @property
+    def backlog(self) -> Backlog:
+        """The runs that may not have begun there."""
+        return self._runs.backlog
 
     @property
     def report(self) -> WorkerReport | None:
@@ -97,27 +86,13 @@ class WorkerStream:
         """Send a run. Raises `Unavailable`, `QueueFull` or `InvalidRequest`; nothing has then been sent."""
         if not self._open or self._retiring:
             raise Unavailable(f"worker {self.member.worker_id} takes no requests now")
-        trace = self._spans.start(request_id, run)
-        request = replace(run.request, trace=trace) if trace else run.request
-        try:
-            self._outbox.submit(request_to_proto(request_id, request))
-        except RaycombError as why_not:
-            self._spans.end(request_id, refused(why_not))
-            raise
-        self._cancels.sent(request_id, run.request.n)
-        if not self._live:
+        if not self._runs:
             self._stall.hear()  # it had nothing to say before
-        self._live.add(request_id, run)
-        if run.request.adapter is None and not run.was_accepted:  # others may lack it; nobody moves twice
-            self.backlog.sent(request_id)
-        run.start(lambda indices: self._cancel(request_id, indices))
+        self._runs.submit(request_id, run)
 
     def recall(self, count: int) -> int:
         """Ask the last `count` of the backlog back, or all; how many. The worker gives those that have not begun."""
-        newest = self.backlog.recall(count)
-        for request_id in newest:
-            self._outbox.recall(request_id)
-        return len(newest)
+        return self._runs.recall(count)
 
     def retire(self) -> None:
         """The worker left the membership: take nothing more, let what runs end, then close."""
@@ -136,8 +111,7 @@ class WorkerStream:
                 was_open, self._open, self.opening = self._open, False, False
                 self._leave()
                 self._last_report.clear()
-                self._end_all(error)
-                self._cancels.clear()
+                self._runs.lose_all(error)
                 if was_open:
                     self._note_end(error)
                     backoff_s = FIRST_BACKOFF_S
@@ -147,7 +121,7 @@ class WorkerStream:
         finally:
             self._open = self.opening = False
             self._leave()
-            self._end_all(WorkerLost("the gateway is shutting down"))
+            self._runs.lose_all(WorkerLost("the gateway is shutting down"))
 
     def _note_end(self, error: WorkerLost) -> None:
         self._meter.num_workers_lost += not self._retiring
@@ -161,7 +135,6 @@ class WorkerStream:
     async def _attach_until_it_ends(self) -> WorkerLost:
         """One connection's life. Gives the reason why what still runs is lost."""
         worker_id = self.member.worker_id
-        self._outbox = Outbox()
         async with channel_to(self.member.address, self._credentials) as channel:
             call = pb_grpc.WorkerStub(channel).Attach(metadata=((SECRET_METADATA, self._secret),))
             writing = asyncio.create_task(self._write(call), name=f"write {worker_id}")
@@ -199,11 +172,11 @@ class WorkerStream:
             self._dispatch(message)
             # Written by a task that wakes behind the readers woken just now, so it follows their having read.
             num_messages += 1
-            self._outbox.note_read(num_messages)
+            self._runs.outbox.note_read(num_messages)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.Command, pb.StepUpdates]) -> None:
         while True:
-            command = await self._outbox.take()
+            command = await self._runs.outbox.take()
             try:
                 await call.write(command)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -244,61 +217,8 @@ class WorkerStream:
             self._observer.equip(self.member.worker_id, tuple(adapters))
         if not message.beside_engine:
             self._stall.hear()
-        losses: dict[int, tuple[Run, WorkerLost]] = {}
-        for entry in message.updates:
-            num_cached = entry.num_cached_tokens if entry.tokens else None
-            if entry.finish_reason:
-                is_refusal = entry.finish_reason == pb.FINISH_REASON_REFUSED
-                self._cancels.ended(entry.request_id, self._loop.time(), whole=is_refusal)
-            self._observer.settle(self.member.worker_id, entry.request_id, num_cached)
-            run = self._live.get(entry.request_id)
-            if run is None:
-                continue  # cancelled here; the worker's last words for it are on their way
-            update = update_from_proto(entry)
-            if isinstance(update, RequestRefused):
-                self._take_back(entry.request_id, run, update)
-                continue
-            self.backlog.heard_of(entry.request_id)
-            run.deliver(update)
-            if run.loss is not None:
-                losses[entry.request_id] = run, run.loss
-            elif run.over:
-                self._forget(entry.request_id, ENDED)
-        for request_id, (run, loss) in losses.items():
-            self._spans.end(request_id, lost(loss))
-            self._cancel(request_id, None)
-            self._keeper.lost([run], loss)
-
-    def _take_back(self, request_id: int, run: Run, refusal: RequestRefused) -> None:
-        if self.backlog.was_recalled(request_id):
-            self._forget(request_id, MOVED)
-            self._keeper.recalled(run)
-        else:
-            self._forget(request_id, refused(refusal))
-            self._keeper.refused(run, self.member.worker_id, refusal)
-
-    def _cancel(self, request_id: int, indices: Collection[int] | None) -> None:
-        if request_id not in self._live:
-            return
-        self._outbox.cancel(request_id, indices)
-        if indices is None:
-            self._cancels.cancelled(request_id, self._loop.time())
-            self._forget(request_id, CANCELLED)
-
-    def _forget(self, request_id: int, end: RunEnd) -> None:
-        self._spans.end(request_id, end)
-        self._observer.settle(self.member.worker_id, request_id)
-        self.backlog.forget(request_id)
-        self._live.remove(request_id)
-        self._wake_if_idle()
+        self._runs.deliver(message.updates)
 
     def _wake_if_idle(self) -> None:
-        if self._retiring and not self._live:
+        if self._retiring and not self._runs:
             self._idle.set()
-
-    def _end_all(self, error: WorkerLost) -> None:
-        orphans = self._live.runs
-        for request_id in self._live.ids:
-            self._forget(request_id, lost(error))
-        if orphans:
-            self._keeper.lost(orphans, error)
