@@ -170,6 +170,40 @@ def _leave(
             tl.store(out + head_at[:, None] * D + dims, whole.to(out.dtype.element_ty), mask=mine)
 
 
+@triton.jit
+def _share_of(
+    row_slots, length, new_cells, work, num_pieces, window,
+    SPLITS: tl.constexpr, SHARE: tl.constexpr, WINDOWED: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """What a program is to attend to: the row, its slot, position and new cell; the row's first piece, how many
+    programs it has and which of them this is; the positions [begin, end) of older tokens; whether there is nothing."""
+    first_piece = 0
+    if LISTED:
+        item = work + tl.program_id(1) * _ITEM_WORDS
+        row, slot, position = tl.load(item), tl.load(item + 1).to(tl.int64), tl.load(item + 2)
+        new_cell, first_piece = tl.load(item + 3).to(tl.int64), tl.load(item + 4)
+        used, split = tl.maximum(tl.load(item + 5), 1), tl.load(item + 6)
+        idle = tl.program_id(1) >= tl.load(num_pieces)
+    else:
+        split = tl.program_id(1)
+        row = tl.program_id(2)
+        slot = tl.load(row_slots + row).to(tl.int64)
+        position = tl.load(length + slot)
+        new_cell = tl.load(new_cells + row).to(tl.int64)
+    begin, end = 0, position
+    if WINDOWED:
+        begin = tl.maximum(position + 1 - window, 0)
+    if not LISTED:
+        used = splits_used(position - begin, SPLITS, SHARE)
+        idle = split >= used
+    if SPLITS > 1 or LISTED:
+        # In units of 16 cells, so that a ragged length does not cost its first split a whole block more.
+        share = tl.cdiv(tl.cdiv(position - begin, used), 16) * 16
+        begin = begin + split * share
+        end = tl.minimum(begin + share, position)
+    return row, slot, position, new_cell, first_piece, used, split, begin, end, idle
+
+
 @triton.jit(do_not_specialize=["split_stride", "table_stride", "window"])
 def attention_kernel(
     qkv, split_stride, bias, q_norm, k_norm, cos, sin, row_slots, length, new_cells, table, table_stride,
@@ -204,31 +238,10 @@ def attention_kernel(
     mine = (group < GROUP)[:, None] & (dims < D)
     if PDL and LIST_WAITS:
         gdc_wait()
-    first_piece = 0
-    if LISTED:
-        item = work + tl.program_id(1) * _ITEM_WORDS
-        row, slot, position = tl.load(item), tl.load(item + 1).to(tl.int64), tl.load(item + 2)
-        new_cell, first_piece = tl.load(item + 3).to(tl.int64), tl.load(item + 4)
-        used, split = tl.maximum(tl.load(item + 5), 1), tl.load(item + 6)
-        idle = tl.program_id(1) >= tl.load(num_pieces)
-    else:
-        split = tl.program_id(1)
-        row = tl.program_id(2)
-        slot = tl.load(row_slots + row).to(tl.int64)
-        position = tl.load(length + slot)
-        new_cell = tl.load(new_cells + row).to(tl.int64)
+    row, slot, position, new_cell, first_piece, used, split, begin, end, idle = _share_of(
+        row_slots, length, new_cells, work, num_pieces, window, SPLITS, SHARE, WINDOWED, LISTED,
+    )  # fmt: skip
     cells = table + slot * table_stride
-    begin, end = 0, position
-    if WINDOWED:
-        begin = tl.maximum(position + 1 - window, 0)
-    if not LISTED:
-        used = splits_used(position - begin, SPLITS, SHARE)
-        idle = split >= used
-    if SPLITS > 1 or LISTED:
-        # In units of 16 cells, so that a ragged length does not cost its first split a whole block more.
-        share = tl.cdiv(tl.cdiv(position - begin, used), 16) * 16
-        begin = begin + split * share
-        end = tl.minimum(begin + share, position)
     if FIRST:
         first_k, first_v = _first_cells(
             cells, k_pool + kv_head * D, v_pool + kv_head * D, begin, tl.where(idle, begin, end), dims, CELL, D, BLOCK,

@@ -128,6 +128,20 @@ def residual_gemv_kernel(
     tl.store(sums + tl.program_id(0), tl.sum(after * after, axis=0))
 
 
+@triton.jit
+def leave_best_of_row(rounded, columns, logits, best, best_id, N: tl.constexpr, STORE_LOGITS: tl.constexpr):
+    """What a program of a lone row's LM head leaves of its logits, `rounded` [COLUMNS]: see `head_gemv_kernel`."""
+    inside = columns < N
+    if STORE_LOGITS:
+        tl.store(logits + columns, rounded, mask=inside)
+    value = rounded.to(tl.float32)
+    value = tl.where(value != value, float("inf"), value)
+    value = tl.where(inside, value, float("-inf"))
+    top = tl.max(value, axis=0)
+    tl.store(best + tl.program_id(0), top)
+    tl.store(best_id + tl.program_id(0), tl.min(tl.where(value == top, columns, N), axis=0))
+
+
 @triton.jit(do_not_specialize=["num_sums"])
 def head_gemv_kernel(
     x, sums, w, logits, best, best_id, num_sums, eps,
@@ -137,7 +151,6 @@ def head_gemv_kernel(
     """The LM head: each program's largest logit and its lowest token id into best, best_id [programs], and the logits
     [N] themselves where asked for. A NaN counts as +inf, so that it shows."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < N
     rows = tl.minimum(columns, N - 1)
     first = _weights(w, rows, 0, K, DEPTH)
     if PDL:
@@ -147,11 +160,4 @@ def head_gemv_kernel(
     if PDL:
         gdc_launch_dependents()
     rounded = (acc * norm_factor(squares, eps, K)).to(w.dtype.element_ty)
-    if STORE_LOGITS:
-        tl.store(logits + columns, rounded, mask=inside)
-    value = rounded.to(tl.float32)
-    value = tl.where(value != value, float("inf"), value)
-    value = tl.where(inside, value, float("-inf"))
-    top = tl.max(value, axis=0)
-    tl.store(best + tl.program_id(0), top)
-    tl.store(best_id + tl.program_id(0), tl.min(tl.where(value == top, columns, N), axis=0))
+    leave_best_of_row(rounded, columns, logits, best, best_id, N, STORE_LOGITS)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from worker.cuda.gemv import norm_factor, partial_squares
+from worker.cuda.gemv import leave_best_of_row, norm_factor, partial_squares
 from worker.cuda.linear import leave_best
 from worker.cuda.packed_codes import finished
 from worker.cuda.packed_gemv import packed_sums, stored_columns
@@ -39,13 +39,7 @@ def packed_head_gemv_kernel(
     if PDL:
         gdc_launch_dependents()
     rounded = (results[0] * norm_factor(squares, eps, K) * lacking).to(logits.dtype.element_ty)
-    if STORE_LOGITS:
-        tl.store(logits + at, rounded)
-    value = rounded.to(tl.float32)
-    value = tl.where(value != value, float("inf"), value)
-    top = tl.max(value, axis=0)
-    tl.store(best + tl.program_id(0), top)
-    tl.store(best_id + tl.program_id(0), tl.min(tl.where(value == top, at, N), axis=0))
+    leave_best_of_row(rounded, at, logits, best, best_id, N, STORE_LOGITS)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_programs"])
