@@ -14,9 +14,11 @@ import os
 import select
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from cluster.commands.apart import run_apart
+from cluster.commands.help_format import HelpFormatter
 
 COMMANDS = {
     "serve": ("cluster.commands.serve", "serve a model over HTTP, on many workers"),
@@ -37,6 +39,9 @@ EXIT_CODE_OF_BROKEN_PIPE = 141
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and where to read more, instead of printing every flag."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(formatter_class=HelpFormatter, **given)
 
     def error(self, message: str) -> NoReturn:
         self.complain(self.prog, message)
@@ -88,6 +93,10 @@ def _run(tokens: list[str]) -> int:
 
     try:
         parser = make_parser(tokens)
+        if not tokens:
+            parser.print_help()
+            return EXIT_CODE_OF_SETUP_ERRORS
+        _check_command(parser, tokens[0])
         if tokens[:1] == ["serve"] and not {"-h", "--help"} & set(tokens):
             tokens = ["serve", *merged_tokens(serve_parser(), tokens[1:])]
         args, unknown = parser.parse_known_args(tokens)
@@ -98,6 +107,15 @@ def _run(tokens: list[str]) -> int:
         print(f"raycomb: error: {error.message}", file=sys.stderr)
         return EXIT_CODE_OF_SETUP_ERRORS
     return code
+
+
+def _check_command(parser: Parser, word: str) -> None:
+    """Ends with a sentence where `word` is neither a command nor a flag."""
+    if word.startswith("-") or word in COMMANDS:
+        return
+    close = get_close_matches(word, COMMANDS, n=1)
+    better = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+    parser.error(f"there is no command {word!r}; {better}")
 
 
 def _told_of(unknown: Sequence[str], command: str) -> str:

@@ -18,6 +18,7 @@ from cluster.adapters.settings import check_lora_settings
 from cluster.api_settings import ApiSettings
 from cluster.model_settings import BUILD_EXECUTOR, ModelSettings, first_and_others
 from cluster.serving.scaling import ScalingSettings
+from cluster.setting_faults import told_fault
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
 from worker.executor import Executor
@@ -212,10 +213,8 @@ def service_config(settings: dict[str, Any]) -> ServiceConfig:
     try:
         return ServiceConfig.model_validate(settings)
     except ValidationError as fault:
-        first = fault.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"]))
-        known = "unknown setting" if first["type"] == "extra_forbidden" else first["msg"]
-        raise InvalidConfiguration(f"{name}: {known}", param=name) from fault
+        name = ".".join(map(str, fault.errors()[0]["loc"]))
+        raise InvalidConfiguration(told_fault(fault), param=name) from fault
 
 
 def on_device_of_program(engine: EngineConfig) -> EngineConfig:

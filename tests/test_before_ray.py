@@ -92,7 +92,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["--api-keys-file", "/nowhere.yaml"], "the keys in /nowhere.yaml cannot be read"),
         (["--lora-modules", "poet=/nowhere", "--enable-lora"], "/nowhere is no adapter of PEFT"),
         (["--otlp-endpoint", "nowhere"], "otlp_endpoint"),
-        (["--num-workers", "0"], "num_workers: Input should be greater than or equal to 1"),
+        (["--num-workers", "0"], "num_workers must be greater than or equal to 1, not 0"),
     ],
 )
 def test_what_cannot_be_is_told_before_ray(
@@ -135,7 +135,7 @@ def test_a_model_that_is_nowhere_is_told_before_ray(tmp_path: Path, capsys: pyte
     [
         ("lora_modules: 5", "models[0]: lora_modules must map names to folders, or list name=folder; not 5"),
         ("lora_folder: 5", "models[0]: lora_folder must be a folder, not 5"),
-        ("max_cells: many", "--max-cells many: Input should be a valid integer"),
+        ("max_cells: many", "--max-cells must be a valid integer, not 'many'"),
         ("cells: 5", "models[0]: unknown setting 'cells'"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from cluster.checkpoints import BUILT_IN_MODELS
-from cluster.cli import main, serve_parser
+from cluster.cli import COMMANDS, main, serve_parser
 from cluster.commands.deploy_errors import setup_error_in, start_ray
 from cluster.commands.engine_flags import engine_config
 from cluster.commands.serve import make_plan
@@ -45,6 +45,19 @@ def test_flag_beats_environment_beats_yaml_beats_default(tmp_path: Path) -> None
     got = settings(["m", "--max-cells", "104", "--config", file], environment)
     assert (got["num_gateways"], got["num_workers"], got["port"], got["max_cells"]) == (1, 2, 1003, 104)
     assert (got["model"], got["host"]) == (["m"], "yaml")
+
+
+def test_a_variable_that_kubernetes_sets_for_a_service_of_our_name_is_no_port() -> None:
+    with pytest.raises(InvalidConfiguration, match="which Kubernetes sets where a Service is named raycomb"):
+        settings(["m"], {"RAYCOMB_PORT": "tcp://203.0.113.9:8000"})
+
+
+def test_a_model_has_as_many_names_as_are_given() -> None:
+    assert settings(["m", "--served-model-name", "a", "b", "--served-model-name", "c"])["served_model_name"] == [
+        "a",
+        "b",
+        "c",
+    ]
 
 
 def test_the_model_may_stand_in_the_file_and_the_command_line_replaces_it(tmp_path: Path) -> None:
@@ -119,7 +132,7 @@ def test_an_empty_file_is_no_settings_and_a_missing_one_is_an_error(tmp_path: Pa
     [
         (["serve"], "which model"),
         (["serve", "no-such-model"], "there is no model 'no-such-model'"),
-        (["serve", "m", "--max-cells", "0"], "--max-cells 0"),
+        (["serve", "m", "--max-cells", "0"], "--max-cells must be greater than or equal to 1, not 0"),
         (["serve", "m", "--min-prefill-tokens", "600"], "[2, max_prefill_tokens = 512], not 600"),
         (
             ["serve", "m", "--max-num-batched-tokens", "128"],
@@ -173,8 +186,9 @@ def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(
         (["serve", "m", "--port", "0"], "0 is not a port"),
         (["serve", "m", "--port", "http"], "http is not a port"),
         (["serve", "m", "--dtype", "int3"], "invalid choice: 'int3'"),
-        (["fly"], "invalid choice: 'fly'"),
-        ([], "arguments are required"),
+        (["fly"], "there is no command 'fly'; there are serve, run, "),
+        (["serv", "m"], "there is no command 'serv'; did you mean serve?"),
+        (["bench"], "required: offline|online"),
     ],
 )
 def test_a_malformed_command_line_is_one_line_and_exit_code_2(
@@ -186,6 +200,22 @@ def test_a_malformed_command_line_is_one_line_and_exit_code_2(
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
     assert line.endswith("--help tells more)")
+
+
+def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    told = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"\n    {command} " in told
+
+
+def test_help_tells_kinds_and_defaults_of_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "online", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--num-prompts N requests to send (default: 100)" in told
+    assert "--workload random|chat|shared-prefix|trace which prompts (default: random)" in told
+    assert "--burstiness NUMBER 1: Poisson; less: in bursts; more: evenly (default: 1)" in told
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,8 +294,14 @@ def test_a_setup_error_is_found_in_what_serve_tells() -> None:
 def test_the_application_is_refused_a_setting_that_it_does_not_know() -> None:
     with pytest.raises(InvalidConfiguration, match=r"engine\.max_cell: unknown setting"):
         service_config({"engine": {"model": "m", "max_cell": 1}})
-    with pytest.raises(InvalidConfiguration, match="num_workers: "):
+    with pytest.raises(InvalidConfiguration, match="num_workers must be greater than or equal to 1, not 0"):
         service_config({"engine": {"model": "m"}, "num_workers": 0})
+
+
+def test_a_key_in_the_place_of_its_hash_is_not_told() -> None:
+    with pytest.raises(InvalidConfiguration, match="sha256 must match pattern") as told:
+        service_config({"engine": {"model": "m"}, "http": {"keys": [{"sha256": "rc-in-plain-words"}]}})
+    assert "plain-words" not in told.value.message
 
 
 def test_the_deployed_yaml_is_a_valid_service() -> None:

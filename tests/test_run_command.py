@@ -236,7 +236,7 @@ def run_args(model: Path, prompts: Path, output: Path, *words: str) -> argparse.
 
 
 def test_the_command_answers_reports_and_says_by_its_exit_code_whether_all_went_well(
-    model_path: Path, tmp_path: Path
+    model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, output, report = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "report.json"
     prompts.write_text('{"id": 1, "prompt": "Hi", "max_tokens": 3}\n\n{"id": 2, "prompt": "Ho", "max_tokens": 4}\n')
@@ -255,7 +255,11 @@ def test_the_command_answers_reports_and_says_by_its_exit_code_whether_all_went_
     assert (figures["config"]["max_num_seqs"], figures["program"]["architecture"]) == (4, "FakeForCausalLM")
 
     prompts.write_text('{"prompt": "Hi", "max_tokens": 3}\n{"prompt": ""}\n')
+    capsys.readouterr()
     assert run_command.execute(args) == 1
+    told = capsys.readouterr().err
+    assert told.splitlines()[-1] == "the first that failed is 1: the prompt is empty; it needs at least one token"
+    assert "\r" not in told  # no bar is drawn where no terminal is
 
 
 def test_lines_name_adapters_for_their_model(model_path: Path, tmp_path: Path) -> None:
@@ -329,7 +333,7 @@ def test_files_that_cannot_work_are_refused_before_anything_is_overwritten(model
 def test_an_unknown_setting_is_named_by_its_flag(model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("")
     args = run_args(model_path, tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--max-cells", "0")
-    with pytest.raises(InvalidConfiguration, match="--max-cells 0"):
+    with pytest.raises(InvalidConfiguration, match="--max-cells must be"):
         run_command.execute(args)
 
 

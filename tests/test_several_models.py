@@ -215,7 +215,7 @@ models:
         ("{}", "must be a list"),
         ("[{}]", "models[0]: which model?"),
         ("[{model: m, odd: 1}]", "models[0]: unknown setting 'odd'"),
-        ("[{model: m, max_cells: 0}]", "--max-cells 0"),
+        ("[{model: m, max_cells: 0}]", "--max-cells must be greater than or equal to 1, not 0"),
     ],
 )
 def test_a_list_of_models_that_is_wrong_is_refused(tmp_path: Path, models: str, words: str) -> None:

@@ -8,6 +8,7 @@ import shlex
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -55,6 +56,25 @@ def recorded(path: Path, depth: int = 1, **limits: Any) -> Path:
 def steps_of(path: Path) -> list[ReplayedStep]:
     with path.open() as lines:
         return list(replay(lines))
+
+
+def test_a_log_has_every_step_as_soon_as_nothing_runs(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    executor = FakeExecutor(fake_info(num_cells=160))
+    limits = fake_limits(executor.info)
+    engine = Engine(executor, limits, inbox_size=10, on_death=lambda error: None, check_cells=True, step_log=path)
+    engine.start()
+    heard = Recorder()
+    client = engine.connect(heard)
+    client.submit(0, fake_request(list(range(8)), 3))
+    heard.wait_ended(0)
+    deadline = time.monotonic() + 5
+    steps: list[ReplayedStep] = []
+    while len(steps) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        steps = steps_of(path) if path.stat().st_size else []
+    engine.stop()
+    assert len(steps) == 3
 
 
 @pytest.mark.parametrize("depth", [1, 2])

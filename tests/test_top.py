@@ -37,6 +37,18 @@ def test_each_worker_has_a_line_with_its_rate_and_its_cells() -> None:
     assert lines[-1].endswith("w1 joined")
 
 
+def test_workers_of_several_models_tell_whose_they_are() -> None:
+    busy, idle = reports()
+    services = [
+        Service(FakeFleet(replace(MODEL, name=name), says("x"), reports=(report,)), TEXT, ApiSettings())
+        for name, report in (("small", busy), ("large", idle))
+    ]
+    lines = table(fleet_view(services), fleet_view(services)).splitlines()
+    assert lines[0].startswith("small, large  ")
+    assert [line.split()[-1] for line in lines[2:5]] == ["MODEL", "small", "large"]
+    assert len({line.rindex(line.split()[-1]) for line in lines[2:5]}) == 1
+
+
 def test_a_worker_that_has_just_come_has_no_rate_yet() -> None:
     before = fleet_at(100.0, 50) | {"workers": []}
     assert (

@@ -136,6 +136,8 @@ class Loop:
     def _read_mail(self) -> Mail[Client]:
         self._num_turns += 1
         self._is_idle = not (self._in_flight or self._planner.has_work)
+        if self._is_idle and self._step_log is not None:
+            self._step_log.flush()
         mail = self._inbox.take(wait=self._is_idle)
         self._is_idle = False
         for client in mail.connects:

@@ -35,9 +35,13 @@ class StepLog:
         text = json.dumps({"at": round(time.time(), 6), **line}, separators=(",", ":")) + "\n"
         self._left -= len(text)
         self._file.write(text)
-        if (now := time.monotonic()) - self._flushed_at > FLUSH_S or self._left <= 0:
-            self._file.flush()
-            self._flushed_at = now
+        if time.monotonic() - self._flushed_at > FLUSH_S or self._left <= 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """What was written is in the file. To be called before the engine waits: no later line would bring it there."""
+        self._file.flush()
+        self._flushed_at = time.monotonic()
 
     def close(self) -> None:
         self._file.close()

@@ -18,9 +18,11 @@ from cluster.bench import plot as bench_plot
 from cluster.bench import workload
 from cluster.bench import workloads as bench_workloads
 from cluster.bench.latency import LoadResult, RequestRecord, result_block
+from cluster.bench.reach import check_reachable, first_model
 from cluster.bench.sse_client import HttpError, Target, post_events
 from cluster.bench.workloads import OnlineWorkload, Prompt
-from cluster.commands.argument_types import file_to_read, file_to_write
+from cluster.commands.argument_types import file_to_read, file_to_write, member_of, positive, service_url
+from cluster.commands.terminal import say
 from planner.errors import InvalidConfiguration
 
 PATH = "/v1/completions"
@@ -95,7 +97,7 @@ async def run_load(
     progress: bool = False,
 ) -> LoadResult:
     """Send every prompt at its time, at most `max_concurrency` at once, and wait for all answers. `times`, in seconds
-    from the start, go before rate and burstiness.
+    from the start, go before rate and burstiness. `progress`: show it, where there is a terminal.
 
     A request that waits for its turn under `max_concurrency` is timed from when it is sent, as is usual.
     """
@@ -110,25 +112,35 @@ async def run_load(
         return record
 
     arrivals = times or list(bench_workloads.arrivals(len(prompts), request_rate, burstiness, seed=seed))
-    with tqdm(total=len(prompts), disable=not progress, unit="request") as bar:
+    with tqdm(total=len(prompts), disable=None if progress else True, unit="request") as bar:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(prompt, at)) for prompt, at in zip(prompts, arrivals, strict=True)]
     return LoadResult([task.result() for task in tasks], time.perf_counter() - start, max_concurrency)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="scheme, host and port")
-    parser.add_argument("--model", required=True, help="model name to ask for")
-    parser.add_argument("--api-key", help="sent as a bearer token")
-    parser.add_argument("--num-prompts", type=int, default=100)
+    parser.add_argument(
+        "--base-url", type=service_url, default="http://127.0.0.1:8000", metavar="URL", help="scheme, host and port"
+    )
+    parser.add_argument("--model", metavar="NAME", help="model to ask for; not given: the first that the server lists")
+    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    parser.add_argument("--num-prompts", type=positive, default=100, metavar="N", help="requests to send")
     parser.add_argument("--request-rate", type=float, default=math.inf, help="requests a second (Poisson), or inf")
-    parser.add_argument("--max-concurrency", type=int, help="most requests in flight")
+    parser.add_argument("--max-concurrency", type=positive, metavar="N", help="most requests in flight (default: all)")
     parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly")
     parser.add_argument(
-        "--workload", type=OnlineWorkload, default=OnlineWorkload.RANDOM, metavar="random|chat|shared-prefix|trace"
+        "--workload",
+        type=member_of(OnlineWorkload),
+        default=OnlineWorkload.RANDOM,
+        metavar="random|chat|shared-prefix|trace",
+        help="which prompts",
     )
-    parser.add_argument("--prefix-len", type=int, default=512, help="shared-prefix: tokens of each prefix")
-    parser.add_argument("--num-prefixes", type=int, default=20, help="shared-prefix: how many there are")
+    parser.add_argument(
+        "--prefix-len", type=positive, default=512, metavar="N", help="shared-prefix: tokens of each prefix"
+    )
+    parser.add_argument(
+        "--num-prefixes", type=positive, default=20, metavar="N", help="shared-prefix: how many there are"
+    )
     parser.add_argument(
         "--trace",
         type=file_to_read,
@@ -138,17 +150,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--goodput", nargs="+", default=[], metavar="MEASURE:MS", help="count requests within ttft, tpot and e2el"
     )
-    parser.add_argument("--input-len", type=int, default=128, help="tokens of each random prompt")
-    parser.add_argument("--output-len", type=int, default=128, help="tokens of each answer")
-    parser.add_argument("--vocab-size", type=int, default=32_000, help="random token ids are below this")
+    parser.add_argument("--input-len", type=positive, default=128, metavar="N", help="tokens of each random prompt")
+    parser.add_argument("--output-len", type=positive, default=128, metavar="N", help="tokens of each answer")
+    parser.add_argument(
+        "--vocab-size", type=positive, default=32_000, metavar="N", help="random token ids are below this"
+    )
     parser.add_argument(
         "--prompts",
         type=file_to_read,
         metavar="FILE",
         help="JSON lines with prompt or prompt_token_ids, and max_tokens",
     )
-    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="answers have their full length, whatever the model says",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and of the times at which they are sent")
     parser.add_argument("--result", type=file_to_write, metavar="FILE", help="also write the figures to this file")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="also draw them: a .png, .svg or .pdf (needs matplotlib)"
@@ -199,13 +218,15 @@ def chosen_load(args: argparse.Namespace) -> tuple[list[Prompt], list[float] | N
 
 def execute(args: argparse.Namespace) -> int:
     """Run the load; print the table and, as the last line, JSON. Exit code 1 if any request failed."""
-    if args.max_concurrency is not None and args.max_concurrency < 1:
-        raise InvalidConfiguration("max_concurrency must be at least 1", param="max_concurrency")
     slo = bench_workloads.parse_slo(args.goodput)
     if args.plot is not None:
         bench_plot.check_plot(args.plot)
     prompts, times = chosen_load(args)
-    server = Server(Target.parse(args.base_url), args.model, args.api_key, args.ignore_eos)
+    check_reachable(args.base_url)
+    model = args.model or first_model(args.base_url, args.api_key)
+    if args.model is None:
+        say(f"asking for {model}, which the server lists first")
+    server = Server(Target.parse(args.base_url), model, args.api_key, args.ignore_eos)
     result = asyncio.run(
         run_load(
             server,
@@ -224,7 +245,7 @@ def execute(args: argparse.Namespace) -> int:
     figures = {
         "benchmark": "online",
         "base_url": args.base_url,
-        "model": args.model,
+        "model": model,
         "seed": args.seed,
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         "workload": args.workload.value,
@@ -234,6 +255,6 @@ def execute(args: argparse.Namespace) -> int:
     if args.result is not None:
         args.result.write_text(json.dumps(figures, indent=2) + "\n")
     if args.plot is not None and result.good:  # where nothing succeeded the lines above say why
-        bench_plot.draw(result, args.plot, f"{args.model}: {len(prompts)} requests, {args.workload.value}", slo)
+        bench_plot.draw(result, args.plot, f"{model}: {len(prompts)} requests, {args.workload.value}", slo)
     print(json.dumps(figures))
     return 0 if len(result.good) == len(result.records) else 1

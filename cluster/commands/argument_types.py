@@ -83,9 +83,9 @@ def file_to_write(text: str) -> Path:
 
 
 def service_url(text: str) -> str:
-    """Where a service is, without a slash at the end."""
+    """Where a service is, without a slash at the end, and without the /v1 that clients of OpenAI's API have there."""
     try:
         Target.parse(text)
     except (InvalidConfiguration, ValueError) as error:  # the second: a port that is none
         raise argparse.ArgumentTypeError(f"a service's URL looks like http://host:port, not {text!r}") from error
-    return text.rstrip("/")
+    return text.rstrip("/").removesuffix("/v1")

@@ -34,7 +34,7 @@ READERS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="bench", required=True)
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="offline|online")
     offline = commands.add_parser("offline", help="an engine in this process, without Ray and without HTTP")
     _add_offline_arguments(offline)
     offline.set_defaults(execute_bench=execute_offline)
@@ -136,13 +136,35 @@ def _shown(value: float | int) -> str:
 
 def _add_offline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a program, a hub id or smollm2-135m")
-    parser.add_argument("--workload", type=member_of(Workload), default=Workload.DECODE, metavar="decode|mixed|prefill")
-    parser.add_argument("--batch-sizes", type=positives, help="decode: sequences at once (default: 1,8,32)")
-    parser.add_argument("--input-len", type=positive, help="tokens of a prompt (default: decode 128, prefill 2048)")
-    parser.add_argument("--output-len", type=positive, help="decode: tokens after the first (default: 256)")
-    parser.add_argument("--num-prompts", type=positive, help="(default: mixed 256, prefill 64)")
-    parser.add_argument("--length-range", type=positive, nargs=2, metavar=("LOW", "HIGH"), help="(default: 100 1024)")
+    parser.add_argument(
+        "--workload",
+        type=member_of(Workload),
+        default=Workload.DECODE,
+        metavar="decode|mixed|prefill",
+        help="what is measured",
+    )
+    parser.add_argument(
+        "--batch-sizes", type=positives, metavar="N,N,...", help="decode: sequences at once (default: 1,8,32)"
+    )
+    parser.add_argument(
+        "--input-len", type=positive, metavar="N", help="tokens of a prompt (default: decode 128, prefill 2048)"
+    )
+    parser.add_argument(
+        "--output-len", type=positive, metavar="N", help="decode: tokens after the first (default: 256)"
+    )
+    parser.add_argument(
+        "--num-prompts", type=positive, metavar="N", help="prompts in all (default: mixed 256, prefill 64)"
+    )
+    parser.add_argument(
+        "--length-range",
+        type=positive,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="mixed: tokens of prompts and of answers (default: 100 1024)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the load and of dummy weights")
-    parser.add_argument("--repeats", type=positive, default=2, help="runs of each point; the fastest counts")
+    parser.add_argument(
+        "--repeats", type=positive, default=2, metavar="N", help="runs of each point; the fastest counts"
+    )
     parser.add_argument("--result", type=file_to_write, metavar="FILE", help="also write the figures to this file")
     add_engine_flags(parser, without=ADAPTERS | OWN_SETTINGS)

@@ -12,14 +12,17 @@ DEFAULT_DAYS = 365
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="where the files go; none that is there is overwritten")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="where the files go; none that is there is overwritten"
+    )
     parser.add_argument(
         "--name",
         action="append",
         default=[],
+        metavar="NAME",
         help="a name or address that clients use: also makes front.pem; repeatable",
     )
-    parser.add_argument("--days", type=int, default=DEFAULT_DAYS, help=f"how long they hold (default: {DEFAULT_DAYS})")
+    parser.add_argument("--days", type=int, default=DEFAULT_DAYS, metavar="N", help="how long they hold")
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -33,23 +33,24 @@ POLL_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="a model that every node must be able to read")
-    parser.add_argument("--port", type=port_number, default=8000, help="port for HTTP (default: 8000)")
-    parser.add_argument(
-        "--grpc-port", type=port_number, default=DEFAULT_GRPC_PORT, help=f"for gRPC (default: {DEFAULT_GRPC_PORT})"
-    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a model that every node must be able to read")
+    parser.add_argument("--port", type=port_number, default=8000, metavar="PORT", help="for HTTP")
+    parser.add_argument("--grpc-port", type=port_number, default=DEFAULT_GRPC_PORT, metavar="PORT", help="for gRPC")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--nodes", type=int, metavar="N", help="how many nodes the cluster must have")
     size.add_argument("--cluster", type=Path, metavar="FILE", help="the file of `ray up` that says how many")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many GPUs there must be")
     parser.add_argument(
-        "--url", type=service_url, help="a service that must be ready and answer, such as http://127.0.0.1:8000"
+        "--url",
+        type=service_url,
+        metavar="URL",
+        help="a service that must be ready and answer, such as http://127.0.0.1:8000",
     )
     parser.add_argument("--api-key", metavar="KEY", help="for that service, where it asks for one")
     parser.add_argument("--api-keys-file", type=Path, metavar="FILE", help="keys that a service is to be given")
     parser.add_argument("--data-plane-tls", type=Path, metavar="FOLDER", help="certificates of this machine, as served")
     parser.add_argument("--otlp-endpoint", metavar="URL", help="a collector for traces that must take them")
-    parser.add_argument("--otlp-protocol", choices=get_args(Protocol), default="grpc", help="(default: grpc)")
+    parser.add_argument("--otlp-protocol", choices=get_args(Protocol), default="grpc", help="what it speaks")
     parser.add_argument("--grpc-target", metavar="HOST:PORT", help="one that must be ready for gRPC")
     parser.add_argument(
         "--wait",

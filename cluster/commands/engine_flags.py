@@ -11,6 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from cluster.commands.help_format import shown
+from cluster.setting_faults import told_fault
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
 
@@ -68,10 +70,8 @@ def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
     try:
         return EngineConfig(model=model, **settings)
     except ValidationError as fault:
-        first = fault.errors()[0]
-        name = str(first["loc"][0])
-        flag = f"--{name.replace('_', '-')}"
-        raise InvalidConfiguration(f"{flag} {first['input']}: {first['msg']}", param=name) from fault
+        name = str(fault.errors()[0]["loc"][0])
+        raise InvalidConfiguration(told_fault(fault, f"--{name.replace('_', '-')}"), param=name) from fault
 
 
 def _argument(setting: FieldInfo) -> dict[str, Any]:
@@ -89,5 +89,5 @@ def _argument(setting: FieldInfo) -> dict[str, Any]:
 
 def _help(name: str, setting: FieldInfo) -> str:
     default = setting.get_default(call_default_factory=True)
-    default = "derived" if default is None else "none" if default == {} else default
+    default = "derived" if default is None else "none" if default == {} else shown(default)
     return f"{HELP[name]} (default: {default})"

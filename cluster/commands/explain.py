@@ -17,7 +17,7 @@ MAX_CHUNKS_SHOWN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", type=Path, help="a file that `raycomb serve --step-log` wrote")
+    parser.add_argument("log", type=Path, metavar="LOG", help="a file that `raycomb serve --step-log` wrote")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--last", type=int, metavar="N", help="only the last N steps")
     chosen.add_argument("--step", type=int, metavar="N", help="only the step of this number")

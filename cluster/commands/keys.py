@@ -10,11 +10,12 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.api_settings import KeySettings
+from cluster.setting_faults import told_fault
 from planner.errors import InvalidConfiguration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tenant", help="on whose account its requests run, whatever they say")
+    parser.add_argument("--tenant", metavar="NAME", help="on whose account its requests run, whatever they say")
     parser.add_argument("--max-open-requests", type=int, metavar="N", help="that may be open at once at a gateway")
     parser.add_argument("--requests-per-minute", type=int, metavar="N", help="that may come to a gateway")
 
@@ -31,9 +32,8 @@ def execute(args: argparse.Namespace) -> int:
     try:
         entry = KeySettings.model_validate(settings).model_dump(exclude_none=True)
     except ValidationError as fault:
-        first = fault.errors(include_url=False)[0]
-        flag = f"--{first['loc'][0]}".replace("_", "-")
-        raise InvalidConfiguration(f"{flag} {first['input']!r}: {first['msg']}", param=str(first["loc"][0])) from fault
+        name = str(fault.errors()[0]["loc"][0])
+        raise InvalidConfiguration(told_fault(fault, f"--{name.replace('_', '-')}"), param=name) from fault
     print(f"# The key, told this once: {key}")
     print(yaml.safe_dump([entry], sort_keys=False), end="")
     return 0

@@ -44,11 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write counts, rates and the configuration to this file",
     )
-    parser.add_argument("--tokenizer", help="where the tokenizer is, if not with the model")
-    parser.add_argument("--executor", default=BUILD_EXECUTOR, help="import path of what makes the executor")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="where the tokenizer is, if not with the model")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of lines without a seed, and of dummy weights (default: 0)"
+        "--executor", default=BUILD_EXECUTOR, metavar="MODULE:NAME", help="import path of what makes the executor"
     )
+    parser.add_argument("--seed", type=int, default=0, help="of lines without a seed, and of dummy weights")
     parser.add_argument(
         "--lora-modules",
         action="extend",
@@ -73,7 +73,7 @@ def execute(args: argparse.Namespace) -> int:
     with (
         open_offline(config, args.executor) as engine,
         args.output.open("w", encoding="utf-8") as file,
-        tqdm(total=num_lines, unit="line", file=sys.stderr) as bar,
+        tqdm(total=num_lines, unit="line", file=sys.stderr, disable=None) as bar,
         _interrupts(engine),
     ):
         writer = OrderedWriter(file)
@@ -91,6 +91,8 @@ def execute(args: argparse.Namespace) -> int:
         figures = report(engine, config, args.model, batch.totals, seconds, load_s)
         args.report.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     say(_summary(batch.totals, seconds, interrupted=interrupted))
+    if batch.totals.first_failure is not None:
+        say(f"the first that failed is {batch.totals.first_failure}")
     if interrupted:
         return EXIT_INTERRUPTED
     return EXIT_SOME_FAILED if batch.totals.failed else 0

@@ -78,7 +78,7 @@ def _add_front(parser: argparse.ArgumentParser) -> None:
 def _add_clients(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what clients may")
     group.add_argument(
-        "--served-model-name", action="append", metavar="NAME", help="a name that clients use; may be repeated"
+        "--served-model-name", action="extend", nargs="+", metavar="NAME", help="what clients call the model"
     )
     group.add_argument(
         "--api-key", action="append", metavar="KEY", help="a key that opens the service; may be repeated"

@@ -28,7 +28,9 @@ def told_models(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     entries = _entries(args)
     if not entries:
-        raise InvalidConfiguration("which model? give its name after `serve`, or `model:` in --config", param="model")
+        raise InvalidConfiguration(
+            "which model? give its name right after `serve`, or `model:` in --config", param="model"
+        )
     for name in _OF_ONE:
         if len(entries) > 1 and getattr(args, name):
             raise InvalidConfiguration(

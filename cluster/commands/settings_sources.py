@@ -26,7 +26,8 @@ def merged_tokens(
 ) -> list[str]:
     """`tokens` with what the environment and `--config` say put before them. `parser` is the command's own.
 
-    Raises `InvalidConfiguration` that names an unknown key of the file. Variables that are no setting are others'.
+    Raises `InvalidConfiguration` that names an unknown key of the file, or a variable of Kubernetes. Other
+    variables that are no setting are others'.
     """
     settings = {name: action for action in parser._actions for name in _names(action)}
     config_path, _ = _config_parser().parse_known_args(list(tokens))
@@ -74,7 +75,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _from_environment(settings: Mapping[str, argparse.Action], environment: Mapping[str, str]) -> dict[str, Any]:
     found = {name: environment.get(ENVIRONMENT_PREFIX + name.upper()) for name in settings}
-    return {name: value for name, value in found.items() if value is not None}
+    told = {name: value for name, value in found.items() if value is not None}
+    if told.get("port", "").startswith("tcp://"):
+        raise InvalidConfiguration(
+            f"RAYCOMB_PORT is {told['port']}, which Kubernetes sets where a Service is named raycomb: give that "
+            "Service another name, or the pod `enableServiceLinks: false`",
+            param="port",
+        )
+    return told
 
 
 def _as_flags(action: argparse.Action, name: str, value: Any) -> list[str]:

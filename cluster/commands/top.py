@@ -24,10 +24,10 @@ View = Mapping[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--url", type=service_url, default="http://127.0.0.1:8000", help="of the service (default: %(default)s)"
+        "--url", type=service_url, default="http://127.0.0.1:8000", metavar="URL", help="of the service"
     )
     parser.add_argument("--api-key", metavar="KEY", help="where the service has keys")
-    parser.add_argument("--interval", type=seconds, default=1.0, metavar="S", help="seconds between looks (default: 1)")
+    parser.add_argument("--interval", type=seconds, default=1.0, metavar="S", help="seconds between looks")
     parser.add_argument("--once", action="store_true", help="look twice, print, and end")
 
 
@@ -80,14 +80,20 @@ def table(fleet: View, before: View) -> str:
         for worker in fleet["workers"]
         if worker["worker"] in earlier
     }
+    models = ["MODEL", *(worker["model"] for worker in fleet["workers"])]
+    if len(fleet["models"]) == 1:
+        models = [""] * len(models)
     lines = [
-        f"{fleet['model']}  {'ready' if fleet['ready'] else 'NOT READY'}  {sum(rates.values()):.1f} tokens/s  "
-        f"{gateway['num_open']} open  {gateway['num_cancelled']} left  {gateway['num_refused']} refused  "
+        f"{', '.join(fleet['models'])}  {'ready' if fleet['ready'] else 'NOT READY'}  "
+        f"{sum(rates.values()):.1f} tokens/s  "
+        f"{gateway['num_open']} open  {gateway['num_cancelled']} hung up  {gateway['num_refused']} refused  "
         f"{gateway['num_failed']} failed  {gateway['num_failovers']} failovers",
         "",
-        f"{'WORKER':<12} {'STATE':<9} {'RUN':>5} {'WAIT':>5} {'TOK/S':>8} {'HITS':>5}  CELLS (# owned, + cached)",
     ]
-    lines += [_worker(worker, rates.get(worker["worker"])) for worker in fleet["workers"]]
+    rows = [f"{'WORKER':<12} {'STATE':<9} {'RUN':>5} {'WAIT':>5} {'TOK/S':>8} {'HITS':>5}  CELLS (# owned, + cached)"]
+    rows += [_worker(worker, rates.get(worker["worker"])) for worker in fleet["workers"]]
+    width = max(map(len, rows))
+    lines += [f"{row:<{width}}  {model}".rstrip() for row, model in zip(rows, models, strict=True)]
     lines += ["", *(_event(event) for event in fleet["events"][-5:])]
     return "\n".join(lines).rstrip()
 

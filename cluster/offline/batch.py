@@ -37,13 +37,14 @@ _ONLY_ONLINE = (
 @dataclass(slots=True)
 class Totals:
     """What a batch came to so far. Lines that got an error count as failed; their prompts count, what came of them
-    does not."""
+    does not. `first_failure`: what the first of them was told."""
 
     completed: int = 0
     failed: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
+    first_failure: str | None = None
 
 
 @dataclass(slots=True)
@@ -190,6 +191,7 @@ class Batch:
     def _fail(self, line: Line, error: RaycombError) -> None:
         self._open.pop(line.number, None)
         self.totals.failed += 1
+        self.totals.first_failure = self.totals.first_failure or f"{line.id}: {error.message}"
         self._writer.put(line.number, [error_record(line.id, error)])
         self._on_line()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 from cluster.cli import COMMANDS, make_parser
+from cluster.commands.help_format import meaning, value_name
 from docs.site.tables import cell, table
 
 HEAD = """# Commands
@@ -18,7 +18,6 @@ come from `--config FILE` (YAML with the names of the flags, with `_` or `-`) an
 for `--max-cells`): a flag beats a variable, which beats the file, which beats the default. Exit code 2 and one line on
 stderr mean that what was asked for cannot be.
 """
-VALUES = {int: "N", float: "NUMBER", Path: "FILE"}
 
 
 def commands_page() -> str:
@@ -35,7 +34,7 @@ def _sections(name: str, summary: str, parser: argparse.ArgumentParser) -> Itera
     words = [_name(action) for action in parser._actions if not action.option_strings and not _is_commands(action)]
     yield f"## `{' '.join([name, *words])}`\n\n{summary[0].upper()}{summary[1:]}.\n"
     if not subcommands:
-        rows = [[f"`{_spelling(action)}`", cell(_meaning(action))] for action in _told(parser)]
+        rows = [[f"`{_spelling(action)}`", cell(meaning(action))] for action in _told(parser)]
         yield table(["argument", "what it is"], rows)
     summaries = {choice.dest: choice.help or "" for action in parser._actions for choice in _choices_of(action)}
     for word, subparser in subcommands.items():
@@ -66,19 +65,7 @@ def _value(action: argparse.Action) -> str:
         return f"{name} ..." if action.nargs == "+" else name
     if action.choices is not None:
         return f"{{{','.join(str(getattr(choice, 'value', choice)) for choice in action.choices)}}}"
-    return next((name for kind, name in VALUES.items() if action.type is kind), "VALUE")
-
-
-def _meaning(action: argparse.Action) -> str:
-    """Its help, with the default where the help does not say it."""
-    text = (action.help or "").replace(" (default: %(default)s)", "")
-    parts = [text] if text else []
-    default = action.default
-    if action.required and action.option_strings:
-        parts.append("(required)")
-    elif "(default:" not in text and default is not None and default != [] and default is not False:
-        parts.append(f"(default: {getattr(default, 'value', default)})")
-    return " ".join(parts)
+    return value_name(action)
 
 
 def _is_commands(action: argparse.Action) -> bool:
