@@ -9,6 +9,7 @@ from planner.request import FinishReason, SamplingParams
 from tests.engine_bench import holding, running
 from tests.fakes import FakeExecutor, expected_tokens, fake_info, fake_request
 from tests.recorder import Recorder
+from worker.engine import EngineState
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -155,6 +156,19 @@ def test_a_look_at_an_idle_engine_makes_no_report() -> None:
         num_reports = len(bench.heard.reports)
         assert bench.engine.inspect().result(10).holds.num_sequences == 0
         assert len(bench.heard.reports) == num_reports
+
+
+def test_a_look_that_nobody_waits_for_any_more_is_not_taken() -> None:
+    with running(holding()) as bench:
+        bench.client.submit(1, fake_request(max_tokens=3))
+        bench.executor.wait_launched(1)
+        given_up, wanted = bench.engine.inspect(), bench.engine.inspect()
+        assert given_up.cancel()
+        bench.executor.release()
+        bench.heard.wait_ended(1)
+        assert wanted.result(10).holds.pool.adds_up
+        assert bench.engine.state is EngineState.RUNNING
+        assert not bench.deaths
 
 
 def test_a_stopped_engine_shows_nothing() -> None:

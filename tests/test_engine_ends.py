@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from planner.errors import (
     WorkerLost,
 )
 from planner.limits import Limits
-from planner.request import FinishReason
+from planner.request import Adapter, FinishReason
 from planner.step import ChunkOutput
 from tests.engine_bench import FOREVER, holding, running
+from tests.fake_slots import save_fake_adapter
 from tests.fakes import FakeExecutor, expected_tokens, fake_info, fake_limits, fake_request
 from tests.recorder import Recorder
 from worker.client import StepReport
@@ -94,6 +96,35 @@ def test_a_dead_executor_fails_every_sequence_once_and_is_told_once(
         with pytest.raises(Unavailable, match="died"):
             bench.engine.connect(bench.heard)
     assert "the device is gone" in caplog.text
+
+
+def test_whoever_asked_a_dying_engine_something_is_told_that_no_answer_comes(tmp_path: Path) -> None:
+    executor = holding()
+    executor.give_slots(1)
+    executor.die(0, RuntimeError("the device is gone"))
+    with running(executor) as bench:
+        bench.client.submit(1, fake_request())
+        executor.wait_launched(1)
+        look = bench.engine.inspect()
+        order = bench.engine.load_adapter("pirate", save_fake_adapter(tmp_path / "pirate", 5))
+        given_up = bench.engine.inspect()
+        assert given_up.cancel()
+        executor.release()
+        for question in (look, order):
+            with pytest.raises(Unavailable, match="died"):
+                question.result(10)
+        bench.engine.stop()
+        assert bench.engine.state is EngineState.DEAD
+
+
+def test_an_order_that_the_engine_dies_of_is_answered(tmp_path: Path) -> None:
+    executor = FakeExecutor(num_slots=1)
+    assert executor.adapters is not None
+    executor.adapters.held[0] = Adapter("squatter", 1)  # so the executor fails where the engine counts on a free slot
+    with running(executor) as bench:
+        order = bench.engine.load_adapter("pirate", save_fake_adapter(tmp_path / "pirate", 5))
+        with pytest.raises(Unavailable, match="died"):
+            order.result(10)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,9 @@ class AdapterShelf:
             place.running.add(request_id)
 
     def carry_out(self, order: AdapterOrder) -> None:
-        """Do what is asked, and say so; with no step in flight."""
+        """Do what is asked, and say so; with no step in flight. Nothing where whoever asked has gone meanwhile."""
+        if not order.done.set_running_or_notify_cancel():
+            return
         try:
             adapter = self._unload(order.name) if order.matrices is None else self._load(order.name, order.matrices)
         except (InvalidAdapter, UnknownModel) as refusal:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from opentelemetry.trace import NoOpTracer, Tracer
 
-from planner.errors import InvalidAdapter
+from planner.errors import InvalidAdapter, Unavailable
 from planner.limits import Limits, Snapshot
 from planner.metrics import Metrics
 from planner.request import Adapter
@@ -126,18 +126,19 @@ class Engine:
         return self._started.result().pulse
 
     def inspect(self) -> Future[EngineView]:
-        """What it holds, filled in between two turns, or never if it ends before. Raises `Unavailable` once stopped.
+        """What it holds, filled in between two turns. Raises `Unavailable` once stopped, as the future does when the
+        engine dies before it came to it.
 
-        Costs the engine time in proportion to its pool.
+        Costs the engine time in proportion to its pool; a look that is cancelled costs nothing.
         """
         view: Future[EngineView] = Future()
         self._inbox.look(view)
         return view
 
     def load_adapter(self, name: str, folder: Path) -> Future[Adapter]:
-        """Read an adapter on the calling thread, and have the engine's thread load it between two turns, or never if it
-        ends before. Raises `InvalidAdapter`, as the future does, and `Unavailable` once stopped; needs a started
-        engine."""
+        """Read an adapter on the calling thread, and have the engine's thread load it between two turns, unless the
+        future is cancelled before. Raises `InvalidAdapter`, as the future does, and `Unavailable` once stopped, as the
+        future does when the engine dies; needs a started engine."""
         slots = self._started.result().slots
         if slots is None:
             raise InvalidAdapter("this worker was started without enable_lora", param="enable_lora")
@@ -170,6 +171,7 @@ class Engine:
         except BaseException as error:  # noqa: BLE001 - raised again by start()
             self._phase = EngineState.STOPPED
             self._inbox.stop("the worker did not start")
+            self._inbox.take(wait=False).give_up(Unavailable("the worker did not start"))
             self._started.set_exception(error)
             return
         self._phase = EngineState.RUNNING

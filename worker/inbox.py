@@ -69,6 +69,12 @@ class Mail(Generic[C]):
     def __bool__(self) -> bool:
         return self.has_news or bool(self.looks)
 
+    def give_up(self, why: Unavailable) -> None:
+        """Tell those who asked something in it, and have no answer yet, that none comes."""
+        for question in (*self.looks, *(order.done for order in self.orders)):
+            if not question.done() and (question.running() or question.set_running_or_notify_cancel()):
+                question.set_exception(why)
+
 
 class Inbox(Generic[C]):
     """Owner: the engine, which alone calls `take`, `advise` and `forget`. Every other method may be called on any
@@ -141,7 +147,8 @@ class Inbox(Generic[C]):
                 self._condition.notify()
 
     def look(self, view: Future[EngineView]) -> None:
-        """Have `view` filled between two turns. Raises `Unavailable` once stopped; later stops leave it unfilled."""
+        """Have `view` filled between two turns, unless it is cancelled before. Raises `Unavailable` once stopped, as
+        `view` does when the engine dies."""
         with self._condition:
             if self._stopped:
                 self._check_open()
@@ -149,8 +156,8 @@ class Inbox(Generic[C]):
             self._condition.notify()
 
     def order(self, order: AdapterOrder) -> None:
-        """Have an adapter loaded or unloaded between two turns. Raises `Unavailable` once stopped; later stops leave it
-        undone."""
+        """Have an adapter loaded or unloaded between two turns, unless `order.done` is cancelled before. Raises
+        `Unavailable` once stopped, as `order.done` does when the engine dies."""
         with self._condition:
             if self._stopped:
                 self._check_open()

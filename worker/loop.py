@@ -79,6 +79,7 @@ class Loop:
         self.totals = self._tally.totals()
         self._depth = limits.max_steps_in_flight
         self._inbox = inbox
+        self._mail: Mail[Client] = Mail()  # what is being applied
         self._desk: Desk[Client] = Desk()
         self._spans = RequestSpans(tracer)
         self._newcomers: set[Client] = set()
@@ -121,11 +122,14 @@ class Loop:
         self._deliver()
         self._desk.fail_all(WorkerLost(f"the worker's engine died of {type(error).__name__}"))
         self._deliver()
-        for client in self._inbox.take(wait=False).connects:
+        unread = self._inbox.take(wait=False)
+        for client in unread.connects:
             self._desk.connect(client)
         for client, key in self._inbox.live():
             self._desk.refuse(client, key, Unavailable("the worker's engine died before the request began"))
         self._deliver()
+        for mail in (self._mail, unread):
+            mail.give_up(Unavailable("the worker's engine died"))
 
     def close(self) -> None:
         self._spans.close()
@@ -138,7 +142,7 @@ class Loop:
         self._is_idle = not (self._in_flight or self._planner.has_work)
         if self._is_idle and self._step_log is not None:
             self._step_log.flush()
-        mail = self._inbox.take(wait=self._is_idle)
+        mail = self._mail = self._inbox.take(wait=self._is_idle)
         self._is_idle = False
         for client in mail.connects:
             self._desk.connect(client)
@@ -158,7 +162,8 @@ class Loop:
         if mail.orders:
             self._carry_out(mail.orders)
         for view in mail.looks:
-            view.set_result(self._view())
+            if view.set_running_or_notify_cancel():  # whoever asked may have gone meanwhile
+                view.set_result(self._view())
         self._has_news = mail.has_news
         return mail
 
