@@ -81,6 +81,22 @@ async def test_they_wait_for_a_worker_that_loads_it(company: Company, tmp_path: 
     assert await answer == expected_tokens(asked)
 
 
+async def test_who_waits_for_an_adapter_keeps_nobody_else_waiting(company: Company, tmp_path: Path) -> None:
+    first, second, _ = company.workers
+    await equip(company, tmp_path, first)
+    (special,) = requests(PIRATE, 1)
+    special_answer = asyncio.create_task(answered(company, special))
+    await until(lambda: first.engine.num_live == 1)
+    plain = requests(None, 12)
+    answers = [asyncio.create_task(answered(company, request)) for request in plain]
+    await until(lambda: first.engine.num_live > 1)
+    await company.replace(first, killed=True)
+    assert await asyncio.gather(*answers) == [expected_tokens(request) for request in plain]
+    assert not special_answer.done()
+    await equip(company, tmp_path, second)
+    assert await special_answer == expected_tokens(special)
+
+
 async def test_a_new_request_is_not_kept_waiting_for_an_adapter_that_nobody_has(company: Company) -> None:
     with pytest.raises(Unavailable, match="no worker has the adapter 'pirate' now"):
         company.streams.submit(requests(PIRATE, 1)[0])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from cluster.routing.run import Run
 from planner.errors import RequestRefused, Unavailable, WorkerLost
+from planner.request import Adapter
 
 RETRY_S = 0.05
 """While runs wait, workers are tried so often: whatever kept them from taking one may be over without a word."""
@@ -128,17 +129,19 @@ class Failover:
     def _turn(self) -> None:
         """Start what can be started; end what has waited too long."""
         self._timer = None
-        nobody_has_room = False
+        without_room: set[Adapter | None] = set()  # adapters with which nobody takes anything now
         for run, reason in list(self._waiting.items()):
             if not run.was_accepted and not run.over:
                 del self._waiting[run]
                 self.begin(run)
                 continue
-            if run.over or (not nobody_has_room and self._started(run)):
+            adapter = run.request.adapter
+            if run.over or (adapter not in without_room and self._started(run)):
                 del self._waiting[run]
                 continue
-            if not nobody_has_room:
-                nobody_has_room = not run.refused_by
+            if adapter not in without_room:
+                if not run.refused_by:
+                    without_room.add(adapter)
                 run.refused_by.clear()  # all the others were asked; next time it may be any
             if self._loop.time() - run.waits_since >= self._limits.timeout_s:
                 del self._waiting[run]
