@@ -184,6 +184,22 @@ async def test_a_request_that_has_not_begun_is_given_back_and_one_that_has_goes_
         assert gateway.tokens[3, 1] == expected_tokens(requests[3], 1)
 
 
+async def test_a_request_is_given_back_though_some_of_its_sequences_were_cancelled() -> None:
+    async with serving(holding(), max_num_seqs=3) as worker, attached(worker.address) as gateway:
+        await gateway.submit(1, fake_request(n=3))
+        await asyncio.to_thread(worker.executor.wait_launched, 1)
+        await gateway.submit(2, fake_request(n=3))
+        await gateway.cancel(2, 0, 2)
+        await gateway.recall(2)
+        await gateway.submit(2, fake_request())
+        await gateway.read_ends(2)
+        assert isinstance(gateway.refusals.pop(2), InvalidRequest)  # as above, the inbox has the rest
+        worker.executor.release()
+        await gateway.read_ends(1, 2)
+        assert isinstance(gateway.refusals[2], Unavailable)
+        assert {key for key, _ in gateway.ends} == {1}
+
+
 async def test_a_full_inbox_is_a_refusal_that_says_when_to_come_back() -> None:
     async with serving(holding(), inbox_size=1) as worker, attached(worker.address) as gateway:
         await gateway.submit(1, fake_request())

@@ -33,7 +33,7 @@ class Outbox:
     """Takes reports in, and gives out one message at a time that holds all there is."""
 
     def __init__(self) -> None:
-        self._open: dict[int, int] = {}
+        self._open: dict[int, set[int]] = {}  # sequences whose end was not given out
         self._newest_request = 0
         self._updates: dict[tuple[int, int], Update] = {}
         self._refusals: list[tuple[int, RequestRefused]] = []
@@ -70,7 +70,7 @@ class Outbox:
             raise InvalidRequest(f"request {request_id} is already running on this stream", param="request_id")
 
     def open(self, request_id: int, n: int) -> None:
-        self._open[request_id] = n
+        self._open[request_id] = set(range(n))
 
     def refuse(self, request_id: int, refusal: RequestRefused) -> None:
         self._refusals.append((request_id, refusal))
@@ -81,7 +81,8 @@ class Outbox:
         """`of_engine`: whether it is the engine that reports."""
         for request_id, news in report.updates:
             if isinstance(news, RequestRefused):
-                del self._open[request_id]
+                for index in self._open.pop(request_id):  # it speaks for those that were cancelled, too
+                    self._updates.pop((request_id, index), None)
                 self.refuse(request_id, news)
             else:
                 key = request_id, news.index
@@ -147,10 +148,10 @@ class Outbox:
             message.blocks.CopyFrom(wire.blocks_to_proto(self._blocks.take(MAX_BLOCKS_IN_MESSAGE)))
         if self._blocks:
             self._news.set()
-        for (request_id, _), update in self._updates.items():
+        for (request_id, index), update in self._updates.items():
             message.updates.append(wire.update_to_proto(request_id, update))
             if update.finish_reason is not None:
-                self._close(request_id)
+                self._close(request_id, index)
         message.updates.extend(wire.update_to_proto(request_id, refusal) for request_id, refusal in self._refusals)
         self._updates, self._refusals, self._snapshot = {}, [], None
         self._totals, self._adapters = None, None
@@ -183,9 +184,9 @@ class Outbox:
             else:
                 event.clear()
 
-    def _close(self, request_id: int) -> None:
-        self._open[request_id] -= 1
-        if self._open[request_id] == 0:
+    def _close(self, request_id: int, index: int) -> None:
+        self._open[request_id].remove(index)
+        if not self._open[request_id]:
             del self._open[request_id]
 
 
