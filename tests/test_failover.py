@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from cluster.routing.failover import FailoverLimits
 from cluster.routing.generation import RemoteGeneration
 from cluster.routing.membership import Member
 from cluster.routing.streams import Streams
-from planner.errors import ForwardFailed, NeverFits, QueueFull, Unavailable, WorkerLost
+from planner.errors import DeadlineExceeded, ForwardFailed, NeverFits, QueueFull, Unavailable, WorkerLost
 from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, Update, sequence_seed
 from protos import worker_pb2 as pb
 from tests.scripted_worker import ScriptedWorker, fleet_of, request, tokens, until
@@ -182,6 +184,19 @@ async def test_a_wait_for_a_worker_ends_with_a_typed_error() -> None:
         assert all(end.finish_reason is FinishReason.FAILED for end in reader.ends.values())
         assert isinstance(reader.ends[0].error, WorkerLost)
         assert "within 0.2 s" in reader.ends[0].error.message
+        assert streams.num_live == 0
+
+
+@pytest.mark.parametrize("begun_there", [False, True])
+async def test_a_deadline_ends_the_wait_for_a_worker(*, begun_there: bool) -> None:
+    lost = ScriptedWorker("a")
+    async with fleet_of(lost) as streams:
+        asked = replace(request(n=2), deadline=time.monotonic() + 0.3)
+        reader = await begun(streams, lost, asked, *([tokens(5)] if begun_there else []))
+        await lost.stop()
+        await reader.read_ends(2)
+        assert time.monotonic() >= (asked.deadline or 0)
+        assert all(isinstance(end.error, DeadlineExceeded) for end in reader.ends.values())
         assert streams.num_live == 0
 
 

@@ -76,6 +76,20 @@ async def test_cancel_is_sent_and_silences_what_still_comes() -> None:
         assert streams.num_live == 0
 
 
+async def test_nothing_is_kept_of_a_request_that_was_cancelled_before_it_was_sent() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        (stream,) = streams._tasks.values()
+        for _ in range(3):
+            streams.submit(request(n=2)).cancel()
+        assert len(stream._runs._cancels) == 0
+        kept = streams.submit(request())
+        assert (await worker.heard()).submit.request_id == 4
+        assert len(stream._runs._cancels) == 1
+        kept.cancel()
+        assert (await worker.heard()).cancel.request_id == 4
+
+
 async def test_cancel_of_one_index_leaves_the_others_running() -> None:
     worker = ScriptedWorker()
     async with fleet_of(worker) as streams:
@@ -239,6 +253,19 @@ async def test_a_stream_that_is_ended_as_the_worker_says_hello_ends(turns: int) 
         done, _ = await asyncio.wait([reading], timeout=1)
         assert done
         assert reading.cancelled()
+
+
+async def test_a_fault_of_the_writer_is_known_at_once() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        generation = streams.submit(request())
+        await worker.heard()
+        (stream,) = streams._tasks.values()
+        stream._runs.outbox.cancel("no number", [1])  # type: ignore[arg-type]
+        await until(lambda: streams.fault is not None)
+        assert isinstance(streams.fault, TypeError)
+        assert streams.num_live == 1  # what ran there waits for another worker
+        generation.cancel()
 
 
 async def test_the_outbox_is_bounded_and_forgets_what_was_cancelled_in_time() -> None:

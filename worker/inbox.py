@@ -12,7 +12,7 @@ import threading
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from planner.errors import InvalidRequest, QueueFull, Unavailable
 from planner.limits import Snapshot
@@ -71,7 +71,8 @@ class Mail(Generic[C]):
 
     def give_up(self, why: Unavailable) -> None:
         """Tell those who asked something in it, and have no answer yet, that none comes."""
-        for question in (*self.looks, *(order.done for order in self.orders)):
+        questions: list[Future[Any]] = [*self.looks, *(order.done for order in self.orders)]
+        for question in questions:
             if not question.done() and (question.running() or question.set_running_or_notify_cancel()):
                 question.set_exception(why)
 

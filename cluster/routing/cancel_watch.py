@@ -30,6 +30,10 @@ class CancelWatch:
     def sent(self, request_id: int, num_sequences: int) -> None:
         self._sent[request_id] = _Sent(num_sequences)
 
+    def never_sent(self, request_id: int) -> None:
+        """It was cancelled before it was written: the worker has no word on it."""
+        del self._sent[request_id]
+
     def cancelled(self, request_id: int, now: float) -> None:
         """The whole request was cancelled; the first time counts."""
         sent = self._sent.get(request_id)

@@ -8,12 +8,13 @@ else.
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cluster.routing.run import Run
-from planner.errors import RequestRefused, Unavailable, WorkerLost
+from planner.errors import DeadlineExceeded, RequestFailed, RequestRefused, Unavailable, WorkerLost
 from planner.request import Adapter
 
 RETRY_S = 0.05
@@ -143,10 +144,19 @@ class Failover:
                 if not run.refused_by:
                     without_room.add(adapter)
                 run.refused_by.clear()  # all the others were asked; next time it may be any
-            if self._loop.time() - run.waits_since >= self._limits.timeout_s:
+            if (why_over := self._why_over(run, reason)) is not None:
                 del self._waiting[run]
-                run.fail(WorkerLost(f"{reason}; no worker went on within {self._limits.timeout_s:g} s"))
+                run.fail(why_over)
         self._try_after(RETRY_S)
+
+    def _why_over(self, run: Run, reason: str) -> RequestFailed | None:
+        """Why a run that was accepted waits no longer; None while it does."""
+        deadline = run.request.deadline
+        if deadline is not None and time.monotonic() >= deadline:
+            return DeadlineExceeded(f"the request's deadline passed while it waited for a worker: {reason}")
+        if self._loop.time() - run.waits_since >= self._limits.timeout_s:
+            return WorkerLost(f"{reason}; no worker went on within {self._limits.timeout_s:g} s")
+        return None
 
     def _started(self, run: Run) -> bool:
         try:

@@ -34,14 +34,16 @@ class Outbox:
         self._submits[submit.request_id] = submit
         self._filled.set()
 
-    def cancel(self, request_id: int, indices: Collection[int] | None) -> None:
+    def cancel(self, request_id: int, indices: Collection[int] | None) -> bool:
+        """Whether the worker hears of it; False: it will never have heard of the request."""
         self._recalls.pop(request_id, None)
         if indices is None and self._submits.pop(request_id, None) is not None:
             self._cancels.pop(request_id, None)
-            return
+            return False
         known = self._cancels.get(request_id, set())
         self._cancels[request_id] = None if indices is None or known is None else known | set(indices)
         self._filled.set()
+        return True
 
     def recall(self, request_id: int) -> None:
         """Ask a request back, of which the worker knows."""

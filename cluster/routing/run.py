@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from planner.errors import RequestRefused, WorkerLost
+from planner.errors import RequestFailed, RequestRefused, WorkerLost
 from planner.request import FinishReason, Request, Update, sequence_seed
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Run:
         if (generation := self._generation()) is not None:
             generation.refuse(refusal)
 
-    def fail(self, error: WorkerLost) -> None:
+    def fail(self, error: RequestFailed) -> None:
         """No worker goes on with it: each sequence fails, after the tokens that did come."""
         if (generation := self._generation()) is not None:
             for index in sorted(self.live):

@@ -122,7 +122,9 @@ class SentRuns:
     def _cancel(self, request_id: int, indices: Collection[int] | None) -> None:
         if request_id not in self._live:
             return
-        self.outbox.cancel(request_id, indices)
+        is_heard = self.outbox.cancel(request_id, indices)
+        if not is_heard:
+            self._cancels.never_sent(request_id)
         if indices is None:
             self._cancels.cancelled(request_id, self._loop.time())
             self._forget(request_id, CANCELLED)

@@ -137,15 +137,14 @@ class WorkerStream:
         worker_id = self.member.worker_id
         async with channel_to(self.member.address, self._credentials) as channel:
             call = pb_grpc.WorkerStub(channel).Attach(metadata=((SECRET_METADATA, self._secret),))
-            writing = asyncio.create_task(self._write(call), name=f"write {worker_id}")
-            ending = [
+            tasks = [
+                asyncio.create_task(self._write(call), name=f"write {worker_id}"),
                 asyncio.create_task(self._read(call), name=f"read {worker_id}"),
                 asyncio.create_task(self._wait_until_retired(), name=f"retire {worker_id}"),
                 asyncio.create_task(self._stall.wait(), name=f"watch {worker_id}"),
             ]
-            tasks = [writing, *ending]
             try:
-                done, _ = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -175,12 +174,14 @@ class WorkerStream:
             self._runs.outbox.note_read(num_messages)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.Command, pb.StepUpdates]) -> None:
+        """Ends by cancellation alone."""
         while True:
             command = await self._runs.outbox.take()
             try:
                 await call.write(command)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the call is over; the reader first takes what the worker had still sent, and then says why
+                # The call is over; the reader first takes what the worker had still sent, and then says why.
+                await self._loop.create_future()
 
     async def _wait_until_retired(self) -> None:
         await self._idle.wait()
