@@ -144,6 +144,20 @@ async def test_a_retired_worker_finishes_what_runs_and_gets_nothing_new() -> Non
         await until(lambda: not streams._tasks)
 
 
+async def test_where_all_workers_leave_at_once_what_waits_there_stays_there() -> None:
+    workers = [ScriptedWorker("a"), ScriptedWorker("b")]
+    async with fleet_of(*workers) as streams:
+        asked = [streams.submit(request()) for _ in range(2)]
+        submits = [(worker, (await worker.heard()).submit) for worker in workers]
+        streams.set_members({})
+        await asyncio.sleep(0.05)
+        assert all(worker.commands.empty() for worker in workers)
+        for worker, submit in submits:
+            worker.say(tokens(7, finish=FinishReason.STOP), request_id=submit.request_id)
+        for generation in asked:
+            assert [update.tokens for update in await generation.next()] == [(7,)]
+
+
 async def test_a_draining_worker_makes_the_fleet_not_ready() -> None:
     worker = ScriptedWorker()
     async with fleet_of(worker) as streams:

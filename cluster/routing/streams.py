@@ -106,12 +106,13 @@ class Streams:
     def set_members(self, members: Members) -> None:
         """Open streams to new members; retire those of workers that left, which end when they are idle. What has not
         begun there is asked back if others take requests."""
-        for worker_id in self._streams.keys() - members.keys():
-            leaving = self._streams.pop(worker_id)
-            leaving.retire()
+        leaving = [self._streams.pop(worker_id) for worker_id in self._streams.keys() - members.keys()]
+        for stream in leaving:
+            stream.retire()
             self._last_left_at = asyncio.get_running_loop().time()
-            if self._router.ready:  # what waits there can begin elsewhere
-                leaving.recall(leaving.backlog.num_movable)
+        if self._router.ready:  # what waits at those that leave can begin at one that stays
+            for stream in leaving:
+                stream.recall(stream.backlog.num_movable)
         for worker_id in sorted(members.keys() - self._streams.keys()):
             stream = WorkerStream(
                 members[worker_id],
