@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -18,11 +19,12 @@ from cluster.batches.api import Batches
 from cluster.batches.desk import BatchDesk
 from cluster.batches.line import LOWEST_PRIORITY
 from cluster.batches.runner import BatchRunner
+from cluster.batches.store import BatchStore
 from cluster.models import single
 from cluster.routing.fleet import WorkerReport
 from cluster.routing.idle_room import num_allowed
 from cluster.web.api import create_app
-from planner.errors import ForwardFailed, QueueFull
+from planner.errors import ForwardFailed, QueueFull, WorkerLost
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports_of
 from tests.http_desk import TEXT, Desk, desk, refusal, says, until
@@ -31,16 +33,22 @@ from tests.test_tools import ROOMY
 CHAT_URL = "/v1/chat/completions"
 PATIENCE_S = 20.0
 
+T = TypeVar("T")
+
 
 @asynccontextmanager
 async def keeping(
-    folder: Path, fleet: FakeFleet | None = None, clock: Any = None, **settings: Any
+    folder: Path,
+    fleet: FakeFleet | None = None,
+    clock: Any = None,
+    store: BatchDesk | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Desk]:
     """A gateway with a store in `folder`; leaving it ends the gateway, and the folder stays."""
     fleet = fleet or FakeFleet(ROOMY, says("hi there"))
     fleet.reports = reports_of(num_seqs=8)
     models = single(Service(fleet, TEXT, ApiSettings(**settings)))
-    store = BatchDesk(folder)
+    store = store or BatchDesk(folder)
     runner = BatchRunner(models, store) if clock is None else BatchRunner(models, store, clock)
     runner.start()
     app = create_app(models, Batches(store, runner))
@@ -151,6 +159,33 @@ async def test_a_failed_forward_is_the_lines_error_and_a_full_queue_is_waited_fo
         broken = await ended(d, (await begin(d, [line("a")]))["id"])
         (told,) = await records(d, broken["error_file_id"])
         assert told["response"]["body"]["error"]["code"] == "forward_failed"
+
+
+async def test_a_line_that_keeps_losing_its_workers_is_given_up(tmp_path: Path) -> None:
+    fleet = FakeFleet(ROOMY, says("hi there"), fail_after=(1, WorkerLost("the worker is gone")))
+    async with keeping(tmp_path, fleet) as d:
+        batch = await ended(d, (await begin(d, [line("a killer")]))["id"])
+        (told,) = await records(d, batch["error_file_id"])
+        assert told["response"]["body"]["error"]["code"] == "worker_lost"
+        assert len(fleet.generations) == 3
+
+
+async def test_a_store_that_fails_once_ends_no_runner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class FailingOnce(BatchDesk):
+        has_failed = False
+
+        async def ask(self, question: Callable[[BatchStore], T]) -> T:
+            if not self.has_failed:
+                self.has_failed = True
+                raise sqlite3.OperationalError("database is locked")
+            return await super().ask(question)
+
+    store = FailingOnce(tmp_path)
+    async with keeping(tmp_path, store=store) as d:
+        await until(lambda: store.has_failed)
+        batch = await ended(d, (await begin(d, [line("one")]))["id"])
+        assert batch["status"] == "completed"
+    assert "database is locked" in caplog.text
 
 
 async def test_a_file_that_is_no_batch_fails_it_and_says_where(tmp_path: Path) -> None:

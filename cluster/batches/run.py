@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S: Final = 0.25
 LONGEST_PAUSE_S: Final = 30.0
-_LATER: Final = (QueueFull, DeadlineUnmeetable, Unavailable, WorkerLost)
+_LATER: Final = (QueueFull, DeadlineUnmeetable, Unavailable)
 """What says nothing against a line: it is sent again after a pause."""
+MOST_LOSSES: Final = 3
+"""A line that was given up so often, each time with all the workers that an answer may lose, may be what kills them."""
 
 
 class BatchRun:
@@ -105,19 +107,20 @@ class BatchRun:
 
     async def _answer(self, maker: AnswerMaker, number: int, line: BatchLine) -> None:
         """Answer a line, however often it takes until a worker takes it."""
-        pause_s = FIRST_PAUSE_S
+        pause_s, num_losses = FIRST_PAUSE_S, 0
         while True:
             try:
                 terms = Terms(tenant=self._claimed.account)
                 body = await answer_line(maker, self._batch.endpoint, line.body, terms)
                 await self._put(number, line, (200, body))
                 return
-            except _LATER:
+            except RaycombError as refusal:
+                num_losses += isinstance(refusal, WorkerLost)
+                if not isinstance(refusal, _LATER) and not 0 < num_losses < MOST_LOSSES:
+                    await self._put(number, line, (outcome(refusal).status, envelope(refusal)))
+                    return
                 await asyncio.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
-            except RaycombError as refusal:
-                await self._put(number, line, (outcome(refusal).status, envelope(refusal)))
-                return
             except Exception:  # a net under what nobody foresaw, as every HTTP request has it
                 logger.exception("line %d of %s failed", number, self._batch.id)
                 await self._put(number, line, (500, envelope(RaycombError("the server failed"))))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 import uuid
 from collections.abc import Callable
@@ -58,18 +59,26 @@ class BatchRunner:
         await asyncio.gather(*holds, return_exceptions=True)
 
     async def _serve(self) -> None:
+        """Never ends by itself: a disk that is full or a store that is locked now may not be in a moment."""
         while True:
             self._news.clear()
-            while len(self._holds) < MOST_BATCHES:
-                claimed = await self._desk.ask(lambda store: store.claim(self._id))
-                if claimed is None:
-                    break
-                hold = asyncio.create_task(self._hold(claimed))
-                self._holds[claimed.batch.id] = hold
-                hold.add_done_callback(lambda done, batch_id=claimed.batch.id: self._end(batch_id, done))  # type: ignore[misc]
+            try:
+                await self._claim()
+            except (sqlite3.Error, OSError):
+                logger.exception("the store of batches was not looked at")
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._news.wait()
+
+    async def _claim(self) -> None:
+        """Begin to run what nobody runs."""
+        while len(self._holds) < MOST_BATCHES:
+            claimed = await self._desk.ask(lambda store: store.claim(self._id))
+            if claimed is None:
+                return
+            hold = asyncio.create_task(self._hold(claimed))
+            self._holds[claimed.batch.id] = hold
+            hold.add_done_callback(lambda done, batch_id=claimed.batch.id: self._end(batch_id, done))  # type: ignore[misc]
 
     def _end(self, batch_id: str, done: asyncio.Task[None]) -> None:
         del self._holds[batch_id]
