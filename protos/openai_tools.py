@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic_core import from_json
 
 from protos.openai_body import Body, RefusedField
 
@@ -73,7 +73,7 @@ class ToolCall(Body):
     def arguments(self) -> dict[str, JsonValue]:
         """Raises `RefusedField` where they are no JSON object."""
         try:
-            value = json.loads(self.function.arguments or "{}")
+            value = from_json(self.function.arguments or "{}", allow_inf_nan=False)
         except ValueError as error:
             raise RefusedField("messages", f"the arguments of call {self.id} are not JSON: {error}") from error
         if not isinstance(value, dict):

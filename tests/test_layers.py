@@ -19,7 +19,7 @@ ALLOWED_OURS = {
 }
 ALLOWED_OTHERS = {
     "planner": {"numpy"},
-    "protos": {"google", "grpc", "grpc_tools", "pydantic"},
+    "protos": {"google", "grpc", "grpc_tools", "pydantic", "pydantic_core"},
     "worker": {
         "numpy",
         "torch",

@@ -19,6 +19,16 @@ PARIS = '{"city": "Paris {\\"x\\"}]"}'
 SUM = '{"a": 1, "b": [2, {}]}'
 TWO = [("get_weather", PARIS), ("add", SUM)]
 
+DEEP = '{"a":' * 3000 + "1" + "}" * 3000
+NO_CALLS = [
+    '{"name": "get\\dweather", "arguments": {}}',
+    '{"name": "get\nweather", "arguments": {}}',
+    '{"name": "\\ud800", "arguments": {}}',
+    '{"arguments": {"a": "\\ud800"}, "name": "add"}',
+    '{"arguments": ' + DEEP + ', "name": "add"}',
+]
+"""What looks like a call and is no JSON, or none that can be told."""
+
 Read = tuple[str, list[tuple[str, str]], str]
 
 
@@ -68,6 +78,7 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (ToolFormat.HERMES, "<tool_call>\nno object\n</tool_call> more", "<tool_call>\nno object\n</tool_call> more", []),
     (ToolFormat.HERMES, '<tool_call>\n{"broken": 1}\n</tool_call>', '<tool_call>\n{"broken": 1}\n</tool_call>', []),
     (ToolFormat.HERMES, f'<tool_call>{{"arguments": {SUM}, "name": "add"}}</tool_call>', "", [("add", SUM)]),
+    *[(ToolFormat.HERMES, f"<tool_call>{text}</tool_call>", f"<tool_call>{text}</tool_call>", []) for text in NO_CALLS],
     (
         ToolFormat.HERMES,
         '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',

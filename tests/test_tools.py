@@ -248,17 +248,22 @@ async def test_thoughts_that_the_prompt_opens_are_told_apart() -> None:
         ({"tools": [weather()], "tool_choice": "required", "guided_json": {}}, "guided_json"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}],
-                    }
-                ]
-            },
-            "messages",
-        ),
+        *[
+            (
+                {
+                    "messages": [
+                        {
+                            "role": "assistant",
+                            "tool_calls": [
+                                {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+                            ],
+                        }
+                    ]
+                },
+                "messages",
+            )
+            for arguments in ("{", '{"a":' * 50_000, '{"city": "\\ud800"}')
+        ],
     ],
 )
 async def test_what_makes_no_sense_is_refused_by_name(body: dict[str, Any], param: str) -> None:

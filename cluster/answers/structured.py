@@ -7,7 +7,6 @@ that a grammar leaves open is what small models fill their answers with. Not for
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from llguidance import LLMatcher, grammar_from
+from pydantic_core import from_json
 
 from cluster.language.side_threads import SideThreads
 from planner.errors import InvalidRequest
@@ -91,7 +91,7 @@ def json_form(param: str, schema: Any) -> Form:
     """The form of a JSON schema, given as a value or as its text. Raises `InvalidRequest`."""
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
+            schema = from_json(schema, allow_inf_nan=False)
         except ValueError as error:
             raise InvalidRequest(f"{param} is a text and not JSON: {error}", param=param) from error
     if schema is True:

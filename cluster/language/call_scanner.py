@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from enum import Enum, auto
-from typing import Final
+from typing import Any, Final
+
+from pydantic_core import from_json
 
 from cluster.language.json_end import JsonEnd
 
@@ -42,11 +44,12 @@ class CallScanner:
         self.raw += taken
         if self.verdict is Verdict.CALL:
             return self._pass_on(taken), rest
-        head = _HEAD.match(self.raw)
-        if head is not None:
-            self.verdict, self.name = Verdict.CALL, json.loads(head[1])
-            self._arguments = JsonEnd()
-            return self._pass_on(self.raw[head.end() :]), rest
+        if self.verdict is Verdict.OPEN and (head := _HEAD.match(self.raw)) is not None:
+            name = _read(head[1])
+            self.verdict = Verdict.CALL if isinstance(name, str) else Verdict.OTHER
+            if isinstance(name, str):
+                self.name, self._arguments = name, JsonEnd()
+                return self._pass_on(self.raw[head.end() :]), rest
         return (self._read_whole() if self.complete else ""), rest
 
     def _pass_on(self, text: str) -> str:
@@ -61,15 +64,20 @@ class CallScanner:
     def _read_whole(self) -> str:
         """A complete object whose head was not the usual one: the keys in another order, or arguments as a text."""
         self.verdict = Verdict.OTHER
-        try:
-            value = json.loads(self.raw)
-        except ValueError:
-            return ""
+        value = _read(self.raw)
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return ""
         arguments = value.get("arguments", value.get("parameters", {}))
         self.verdict, self.name = Verdict.CALL, value["name"]
         return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _read(text: str) -> Any:
+    """The value of a JSON text; None also where a model wrote something else, or halves of characters."""
+    try:
+        return from_json(text)
+    except ValueError:
+        return None
 
 
 class NamedCallScanner(CallScanner):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, Final
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
+from pydantic_core import from_json
 
 from planner.errors import InvalidRequest
 from protos import inference_pb2 as pb
@@ -59,8 +59,8 @@ def json_object(text: str, param: str) -> dict[str, Any]:
 def json_value(text: str, param: str) -> Any:
     """Raises `InvalidRequest` where the text is not JSON."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
         raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from error
 
 
