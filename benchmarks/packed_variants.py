@@ -54,10 +54,10 @@ def variants(product: Product, bits: int, own: Tile) -> Iterable[Tile]:
         takes_more = product.is_gate_up or product.name == "qkv"  # than one eight of columns
         for columns, warps in ((8, 2), (8, 4), (16, 2), (16, 4), (32, 4), (8, 1), (8, 8)):
             each = columns // 2 if product.is_gate_up else columns
-            tile = GemvTile(each, warps * 32 * 128 // bits, warps)
+            tile = GemvTile(each, warps * 32 * 128 // bits, warps, own.early)
             if tile != own and product.columns % columns == 0 and (takes_more or columns == 8):
                 yield tile
-        yield replace(own, early=True)
+        yield replace(own, early=not own.early)
         return
     other_splits = () if product.name in ("gate_up", "head") else (own.splits // 2, own.splits * 2)
     for splits in other_splits:

@@ -15,7 +15,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from tests.decode_rig import Rig, relative_error  # noqa: E402
-from worker.cuda.decode_plan import AttentionTile, Chain, DecodePlan, Reduce  # noqa: E402
+from worker.cuda.decode_plan import AttentionTile, Chain, DecodePlan  # noqa: E402
 from worker.cuda.decode_shape import DecodeShape  # noqa: E402
 from worker.cuda.tiles import GemvTile, GemvTiles, LinearTile, LinearTiles  # noqa: E402
 
@@ -53,8 +53,8 @@ PACKED = DecodeShape(
 PACKED4 = replace(PACKED, quantization="int4")
 
 ONE_SPLIT = AttentionTile(splits=1, block=16, warps=1, stages=2)
-LAST_REDUCES = AttentionTile(splits=4, block=16, warps=2, stages=1, share=16)
-KERNEL_REDUCES = AttentionTile(splits=4, block=32, warps=4, stages=1, share=8, reduce=Reduce.KERNEL)
+SPLITS = AttentionTile(splits=4, block=16, warps=2, stages=1, share=16)
+FIRST = AttentionTile(splits=4, block=32, warps=4, stages=1, share=8, first=True)
 PIECES = AttentionTile(splits=1, block=16, warps=2, stages=2, share=16, pieces=6)
 FEW_PIECES = AttentionTile(splits=1, block=32, warps=1, stages=1, share=16, pieces=1)
 
@@ -88,28 +88,28 @@ def packed_split(attention: AttentionTile) -> DecodePlan:
 
 CASES = {
     "library, one split": (LLAMA, library(ONE_SPLIT)),
-    "library, last program reduces": (LLAMA, library(LAST_REDUCES)),
-    "library, kernel reduces": (LLAMA, library(KERNEL_REDUCES)),
-    "library, bias, odd sizes": (QWEN2, library(LAST_REDUCES)),
+    "library, splits": (LLAMA, library(SPLITS)),
+    "library, splits, first block": (LLAMA, library(FIRST)),
+    "library, bias, odd sizes": (QWEN2, library(SPLITS)),
     "library, every bias": (BIASED, library(ONE_SPLIT)),
-    "library, head norms": (QWEN3, library(KERNEL_REDUCES)),
+    "library, head norms": (QWEN3, library(FIRST)),
     "library, window, odd head": (MISTRAL, library(ONE_SPLIT)),
-    "library, window, splits": (MISTRAL, library(LAST_REDUCES)),
-    "library, window, kernel reduces": (MISTRAL, library(KERNEL_REDUCES)),
+    "library, window, splits": (MISTRAL, library(SPLITS)),
+    "library, window, first block": (MISTRAL, library(FIRST)),
     "library, pieces": (LLAMA, library(PIECES)),
     "library, few pieces, bias, odd sizes": (QWEN2, library(FEW_PIECES)),
     "library, window, pieces": (MISTRAL, library(PIECES)),
     "split k, pieces, head norms": (QWEN3, split_k(PIECES, swap=False)),
-    "gemv": (LLAMA, gemv(KERNEL_REDUCES)),
-    "gemv, head norms": (QWEN3, gemv(LAST_REDUCES)),
-    "split k": (LLAMA, split_k(LAST_REDUCES, swap=False)),
+    "gemv": (LLAMA, gemv(FIRST)),
+    "gemv, head norms": (QWEN3, gemv(SPLITS)),
+    "split k": (LLAMA, split_k(SPLITS, swap=False)),
     "split k, weights first": (QWEN3, split_k(ONE_SPLIT, swap=True)),
     "library, eight bits": (PACKED, library(ONE_SPLIT)),
     "library, four bits": (PACKED4, library(ONE_SPLIT)),
     "split k, eight bits": (PACKED, packed_split(ONE_SPLIT)),
-    "split k, four bits": (PACKED4, packed_split(LAST_REDUCES)),
-    "gemv, eight bits": (PACKED, packed_gemv(LAST_REDUCES)),
-    "gemv, four bits": (PACKED4, packed_gemv(KERNEL_REDUCES)),
+    "split k, four bits": (PACKED4, packed_split(SPLITS)),
+    "gemv, eight bits": (PACKED, packed_gemv(SPLITS)),
+    "gemv, four bits": (PACKED4, packed_gemv(FIRST)),
 }
 
 
@@ -132,7 +132,7 @@ def test_chain_gives_what_float32_gives_over_three_steps_in_any_rows(name: str) 
                 assert relative_error(v, values[-1]) < tolerance
 
 
-@pytest.mark.parametrize("plan", [library(ONE_SPLIT), gemv(KERNEL_REDUCES), split_k(LAST_REDUCES, swap=True)])
+@pytest.mark.parametrize("plan", [library(ONE_SPLIT), gemv(FIRST), split_k(SPLITS, swap=True)])
 def test_sampler_sees_the_logits_and_its_tokens_are_fed_back(plan: DecodePlan) -> None:
     lengths, width = ([20], 1) if plan.chain is Chain.GEMV else ([5, 12, 20], 4)
     rig = Rig(LLAMA, lengths, width, plan, DEVICE)
@@ -153,7 +153,7 @@ def test_sampler_sees_the_logits_and_its_tokens_are_fed_back(plan: DecodePlan) -
     assert [int(rig.state.length[slot]) for slot in rig.slots] == [length + 1 for length in lengths]
 
 
-@pytest.mark.parametrize("plan", [library(LAST_REDUCES), split_k(PIECES, swap=False)])
+@pytest.mark.parametrize("plan", [library(SPLITS), split_k(PIECES, swap=False)])
 def test_padding_rows_touch_only_scratch(plan: DecodePlan) -> None:
     rig = Rig(LLAMA, lengths=[3, 18], width=4, plan=plan, device=DEVICE)
     state = rig.state

@@ -136,3 +136,19 @@ def test_buffers_refuse_a_plan_that_they_were_not_made_for() -> None:
     library = DecodePlan(8, Chain.LIBRARY, wide.attention)
     with pytest.raises(AssertionError):
         DecodeBuffers(QWEN3_06B, 8, [library], device).fits(QWEN3_06B, 1, plans[0])
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8, 12, 32])
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN3_06B])
+def test_a_lone_rows_attention_is_on_the_device_all_at_once(shape: DecodeShape, num_kv_heads: int) -> None:
+    tile = plan_decode(replace(shape, num_kv_heads=num_kv_heads), 1, hopper=True).attention
+    assert tile.splits.bit_count() == 1
+    assert tile.splits * num_kv_heads <= 256
+
+
+@pytest.mark.parametrize(("name", "width"), list(itertools.product(SHAPES, WIDTHS)))
+def test_only_steps_whose_kernels_overlap_load_cells_before_they_wait(name: str, width: int) -> None:
+    plan = plan_decode(SHAPES[name], width, hopper=True)
+    assert plan.attention.first == (plan.dependent_launch and plan.attention.splits > 1)
+    assert not plan_decode(SHAPES[name], width, hopper=False).attention.first
+    assert plan.attention.pieces is None or not plan.early_qkv, "the list would have to be waited for"

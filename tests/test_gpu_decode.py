@@ -4,6 +4,7 @@ the float32 reference: ragged lengths, shuffled cells, padding rows, rows permut
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ pytestmark = [
 ]
 
 from tests.decode_rig import Rig, relative_error  # noqa: E402
-from worker.cuda.decode_plan import Chain, DecodePlan, plan_decode  # noqa: E402
+from worker.cuda.decode_plan import AttentionTile, Chain, DecodePlan, plan_decode  # noqa: E402
 from worker.cuda.decode_shape import DecodeShape  # noqa: E402
 from worker.cuda.graphs import DecodeGraphs, Draw  # noqa: E402
 
@@ -70,6 +71,41 @@ def ragged_rig(shape: DecodeShape, width: int, plan: DecodePlan, seed: int = 0) 
 
 def hopper() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
+
+
+LISTED = AttentionTile(splits=1, block=32, warps=1, stages=5, share=16, pieces=64)
+EARLY = [
+    *((shape, width, None) for shape in (LLAMA_8B, QWEN3_06B) for width in (1, 8, 16, 32, 64)),
+    *((replace(LLAMA_8B, quantization=each), width, None) for each in ("int8", "int4") for width in (1, 8)),
+    (QWEN3_06B, 256, None),
+    (QWEN3_06B, 16, LISTED),  # whose q/k/v start attention before the list is whole
+]
+
+
+@pytest.mark.parametrize(("shape", "width", "attention"), EARLY)
+def test_kernels_that_start_early_change_no_bit(
+    shape: DecodeShape, width: int, attention: AttentionTile | None
+) -> None:
+    """One that read what a kernel before it had not written yet would."""
+    plan = plan_decode(shape, width, hopper=True)
+    plan = plan if attention is None else replace(plan, attention=attention)
+    assert plan.dependent_launch
+    assert not (attention and not plan.early_qkv)
+    early, waiting = (steps_of(shape, width, each) for each in (plan, replace(plan, dependent_launch=False)))
+    assert early[0] == waiting[0]
+    assert torch.equal(early[1], waiting[1])
+
+
+def steps_of(shape: DecodeShape, width: int, plan: DecodePlan) -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens of three captured steps, and what they left in the cells."""
+    rig = ragged_rig(shape, width, plan)
+    graphs = DecodeGraphs(lambda w, draw: rig.chain.run(w, plan), [width], [Draw.GREEDY])
+    tokens = []
+    for _ in range(3):
+        order = rig.place_rows()
+        graphs.replay(width, Draw.GREEDY)
+        tokens.append(rig.follow(order))
+    return tokens, torch.stack([plane[[own[-1] for own in rig.cells]] for pair in rig.pool for plane in pair])
 
 
 @pytest.mark.parametrize(("name", "shape", "width"), CASES, ids=[f"{name}-{width}" for name, _, width in CASES])

@@ -23,7 +23,7 @@ from tests.cuda_rig import CONTEXT, DEVICE, INTERPRETED, Model, cuda_executor, t
 from tests.cuda_rig import Rig as EngineRig
 from tests.decode_rig import Rig, relative_error
 from tests.fp8_oracle import plain_fp8
-from tests.test_decode_chain import LAST_REDUCES, ONE_SPLIT, PACKED
+from tests.test_decode_chain import ONE_SPLIT, PACKED, SPLITS
 from worker.cell_rows import SCALED
 from worker.config import EngineConfig
 from worker.cuda.decode_buffers import DecodeBuffers
@@ -170,7 +170,7 @@ def split_k(*, swap: bool, whole_gate_up: bool = False) -> DecodePlan:
     two = LinearTile(rows=16, columns=16, depth=32, splits=2, stages=2, warps=4, swap=False)
     one = LinearTile(rows=16, columns=64, depth=64, splits=1, stages=2, warps=4, swap=swap)
     tiles = LinearTiles(two, one, one, replace(one, splits=2), replace(one, columns=32, depth=32))
-    return DecodePlan(4, Chain.SPLIT_K, LAST_REDUCES, linear=tiles, whole_gate_up=whole_gate_up)
+    return DecodePlan(4, Chain.SPLIT_K, SPLITS, linear=tiles, whole_gate_up=whole_gate_up)
 
 
 _TILE = LinearTile(rows=16, columns=32, depth=32, splits=1, stages=2, warps=4, swap=True)

@@ -20,8 +20,8 @@ from tests.cuda_rig import DEVICE, LLAMA  # noqa: E402
 from tests.decode_reference import reference_step  # noqa: E402
 from tests.decode_rig import Rig, relative_error  # noqa: E402
 from tests.lora_rig import merged_weights, random_matrices  # noqa: E402
-from tests.test_decode_chain import LAST_REDUCES, PACKED, PACKED4, QWEN3, gemv, packed_split, split_k  # noqa: E402
 from tests.test_decode_chain import LLAMA as TINY  # noqa: E402
+from tests.test_decode_chain import PACKED, PACKED4, QWEN3, SPLITS, gemv, packed_split, split_k  # noqa: E402
 from worker.cuda.decode_plan import Chain, DecodePlan, adapted, plan_decode  # noqa: E402
 from worker.cuda.decode_shape import DecodeShape  # noqa: E402
 from worker.cuda.graphs import DecodeGraphs, Draw  # noqa: E402
@@ -94,16 +94,16 @@ def check(shape: DecodeShape, width: int, plan: DecodePlan) -> None:
 @pytest.mark.parametrize("shape", [TINY, QWEN3], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("swap", [True, False])
 def test_rows_of_a_tiny_model(shape: DecodeShape, swap: bool) -> None:
-    check(shape, 4, replace(split_k(LAST_REDUCES, swap=swap), whole_gate_up=True))
+    check(shape, 4, replace(split_k(SPLITS, swap=swap), whole_gate_up=True))
 
 
 @pytest.mark.parametrize("shape", [PACKED, PACKED4], ids=["eight bits", "four bits"])
 def test_rows_of_packed_matrices(shape: DecodeShape) -> None:
-    check(shape, 4, replace(packed_split(LAST_REDUCES), whole_gate_up=True))
+    check(shape, 4, replace(packed_split(SPLITS), whole_gate_up=True))
 
 
 def test_one_row_runs_as_several_do() -> None:
-    check_production(TINY, 1, gemv(LAST_REDUCES), Chain.SPLIT_K)
+    check_production(TINY, 1, gemv(SPLITS), Chain.SPLIT_K)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="too long for the interpreter")
@@ -129,10 +129,10 @@ def test_captured_steps_of_packed_matrices(bits: int, width: int) -> None:
 def test_what_an_adapter_changes_is_more_than_the_tolerance() -> None:
     """Else the other tests could not fail."""
     shape = TINY if INTERPRETED else QWEN3_06B
-    rig, config = Rig(shape, [9], 1, adapted(gemv(LAST_REDUCES), TINY), DEVICE), config_of(shape)
+    rig, config = Rig(shape, [9], 1, adapted(gemv(SPLITS), TINY), DEVICE), config_of(shape)
     plain = rig.reference_logits()[0]
     for number, ranks in enumerate(RANKS):
-        again = Rig(shape, [9], 1, adapted(gemv(LAST_REDUCES), TINY), DEVICE)
+        again = Rig(shape, [9], 1, adapted(gemv(SPLITS), TINY), DEVICE)
         again.exact = merged_weights(
             config, rig.exact, random_matrices(config, number, ranks, layers=shape.num_layers, strength=0.2)
         )

@@ -142,11 +142,10 @@ def older_cells(
 def _leave(
     acc, largest, total, row, kv_head, heads, group, dims, mine, out, part_out, part_max, part_sum, arrived, used,
     split, first_piece,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, LAST_REDUCES: tl.constexpr,
-    LISTED: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """A row's attention into `out` if this program has all of it; else its part, and the whole if it is the last one
-    to arrive and the last one reduces."""
+    to arrive."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head_at = row * HEADS + heads
     if SPLITS == 1 and not LISTED:
@@ -164,7 +163,7 @@ def _leave(
     else:
         part = head_at * SPLITS + split
         leave_part(part_out, part_max, part_sum, part, acc, largest, total, dims, mine, group < GROUP, D)
-        if LAST_REDUCES and arrives_last(arrived + row * KV_HEADS + kv_head, used):
+        if arrives_last(arrived + row * KV_HEADS + kv_head, used):
             own = row * HEADS + kv_head * GROUP + tl.minimum(group, GROUP - 1)
             whole = combined(part_out, part_max, part_sum, own, dims, mine, used, SPLITS, D)
             tl.store(out + head_at[:, None] * D + dims, whole.to(out.dtype.element_ty), mask=mine)
@@ -212,7 +211,7 @@ def attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     GROUP_PADDED: tl.constexpr, QKV_SPLITS: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, WINDOWED: tl.constexpr,
-    LAST_REDUCES: tl.constexpr, LISTED: tl.constexpr, CELL: tl.constexpr, SCALED: tl.constexpr,
+    LISTED: tl.constexpr, CELL: tl.constexpr, SCALED: tl.constexpr,
     SCALES_AT: tl.constexpr, SCALE_STRIDE: tl.constexpr, FIRST: tl.constexpr, LIST_WAITS: tl.constexpr,
     NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -221,14 +220,14 @@ def attention_kernel(
     `scale` is the softmax scale times log2 e. A captured grid cannot follow the context, so a row uses as many of its
     SPLITS as there are shares of SHARE cells, and the other programs leave at once. SPLITS = 1 writes out
     [rows, HEADS D]; else partial results part_out fp32 [rows, HEADS, SPLITS, D], part_max and part_sum
-    [rows, HEADS, SPLITS] are reduced by the last program of a (row, KV head) to arrive if LAST_REDUCES (`arrived` int32
-    [rows, KV_HEADS] is zero before and after), else by `reduce_kernel`.
+    [rows, HEADS, SPLITS] are reduced by the last program of a (row, KV head) to arrive (`arrived` int32
+    [rows, KV_HEADS] is zero before and after).
 
     LISTED: grid (KV_HEADS, pieces), and `work` and `num_pieces` as `decode_work.list_pieces` leaves them; part_out
     [pieces, HEADS, D], part_max and part_sum [pieces, HEADS]; the last program of a row to arrive reduces.
 
-    As a dependent it looks up before it waits what no kernel of the step but the first writes: its cells and, if
-    FIRST, the keys and values of a block of them. LIST_WAITS: the list of pieces may not be whole by then."""
+    As a dependent it looks up before it waits what no kernel between the step's first and its last writes: its cells
+    and, if FIRST, the keys and values of a block of them. LIST_WAITS: the list may not be whole by then."""
     kv_head = tl.program_id(0)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     COLUMNS: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
@@ -286,5 +285,5 @@ def attention_kernel(
         )  # fmt: skip
     _leave(
         acc, largest, total, row, kv_head, heads, group, dims, mine, out, part_out, part_max, part_sum, arrived, used,
-        split, first_piece, HEADS, KV_HEADS, D, SPLITS, LAST_REDUCES, LISTED,
+        split, first_piece, HEADS, KV_HEADS, D, SPLITS, LISTED,
     )  # fmt: skip

@@ -15,8 +15,7 @@ from worker.cuda.cell_scales import row_constants
 from worker.cuda.decode_attention import LOG2_E, attention_kernel
 from worker.cuda.decode_buffers import DecodeBuffers, next_power_of_2
 from worker.cuda.decode_end import DecodeEnd, Sampler
-from worker.cuda.decode_parts import reduce_kernel
-from worker.cuda.decode_plan import Chain, DecodePlan, Reduce
+from worker.cuda.decode_plan import Chain, DecodePlan
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.decode_state import DecodeState
 from worker.cuda.norm import add_norm_kernel, embed_kernel, silu_kernel
@@ -107,20 +106,14 @@ class DecodeChain:
             b.num_pieces,
             s.head_dim**-0.5 * LOG2_E, s.norm_eps, window or 0,
             HEADS=s.num_heads, KV_HEADS=s.num_kv_heads, D=s.head_dim,
-            D_PADDED=padded_dim, FIRST=not rows["SCALED"] and tile.holds_a_block(padded_dim),
-            LIST_WAITS=listed and plan.linear is not None and plan.linear.qkv.early,
+            D_PADDED=padded_dim, FIRST=not rows["SCALED"] and tile.loads_first(padded_dim),
+            LIST_WAITS=listed and plan.early_qkv,
             GROUP_PADDED=max(16, next_power_of_2(s.num_heads // s.num_kv_heads)), QKV_SPLITS=splits,
             SPLITS=tile.splits, SHARE=tile.share, BLOCK=tile.block, HAS_BIAS=layer.qkv_bias is not None,
             QK_NORM=s.qk_norm, WINDOWED=window is not None, LISTED=listed,
-            LAST_REDUCES=tile.reduce is Reduce.LAST_PROGRAM, **rows,
+            **rows,
             **plan.launch(tile.warps, tile.stages),
         )  # fmt: skip
-        if tile.splits > 1 and tile.reduce is Reduce.KERNEL:
-            reduce_kernel[(s.num_heads, width)](
-                b.part_out, b.part_max, b.part_sum, b.attended, state.row_slots, state.length, window or 0,
-                HEADS=s.num_heads, SPLITS=tile.splits, SHARE=tile.share, D=s.head_dim,
-                D_PADDED=max(16, next_power_of_2(s.head_dim)), WINDOWED=window is not None, **plan.launch(4),
-            )  # fmt: skip
 
     def _attend_row(self, index: int, layer: LayerWeights, qkv: torch.Tensor, plan: DecodePlan) -> None:
         self._attend(index, layer, qkv, 1, 1, plan)

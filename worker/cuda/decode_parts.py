@@ -1,7 +1,7 @@
 """Partial results of decode attention: a row's context in several programs, and how they become one.
 
 The parts of a softmax combine by their largest scores and their sums (Milakov and Gimelshein 2018). The last program of
-a row to arrive does it, or a kernel of its own.
+a row to arrive does it.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Partial results that are summed at a time where their number is not known in advance.
 _AT_ONCE = tl.constexpr(4)
@@ -88,31 +87,3 @@ def combined_pieces(part_out, part_max, part_sum, at, dims, inside, count, HEADS
             out = tl.load(part_out + place[:, None] * D + dims, mask=mask, other=0.0, cache_modifier=".cg")
             acc += weight[:, None] * out
     return acc / total[:, None]
-
-
-@triton.jit(do_not_specialize=["window"])
-def reduce_kernel(
-    part_out, part_max, part_sum, out, row_slots, length, window,
-    HEADS: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
-    WINDOWED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (HEADS, rows): the partial results of `attention_kernel` into out [rows, HEADS D]."""
-    row = tl.program_id(1)
-    head = row * HEADS + tl.program_id(0)
-    splits = tl.arange(0, SPLITS)
-    dims = tl.arange(0, D_PADDED)
-    num_cells = tl.load(length + tl.load(row_slots + row))  # as they were before the step
-    if WINDOWED:
-        num_cells = tl.minimum(num_cells, window - 1)
-    there = splits < splits_used(num_cells, SPLITS, SHARE)
-    at = head * SPLITS + splits
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    score = tl.load(part_max + at, mask=there, other=float("-inf"))
-    weight = tl.exp2(score - tl.max(score, axis=0))
-    total = tl.sum(weight * tl.load(part_sum + at, mask=there, other=0.0), axis=0)
-    mask = there[:, None] & (dims < D)[None, :]
-    acc = tl.load(part_out + at[:, None] * D + dims[None, :], mask=mask, other=0.0)
-    whole = tl.sum(acc * weight[:, None], axis=0) / total
-    tl.store(out + head * D + dims, whole.to(out.dtype.element_ty), mask=dims < D)

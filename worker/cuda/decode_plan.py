@@ -25,6 +25,9 @@ and number of pieces, and which of them it is; one word is unused. See `decode_w
 # Models of this hidden size and less have tiles of their own.
 _SMALL = 2048
 
+# Attention's, of a lone row: two a multiprocessor, which are there all at once, so that what follows may start.
+_LONE_PROGRAMS = 256
+
 # Of each column's weights, asked for by products that wait for their rows.
 _AHEAD = 128
 
@@ -38,38 +41,31 @@ class Chain(Enum):
     LIBRARY = "library"
 
 
-class Reduce(Enum):
-    """Who sums the splits of attention: the last program to arrive, or a kernel of its own."""
-
-    LAST_PROGRAM = "last_program"
-    KERNEL = "kernel"
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
     """`splits` (a power of two) of the context at most, each of at least `share` cells, `block` cells at a time, with
     `warps` and pipeline `stages` a program. `pieces`: the cells of all rows together are cut into about so many pieces
-    instead, each of at least `share` cells, and one of `splits` stands for nothing; `share` is a multiple of 16."""
+    instead, each of at least `share` cells, and one of `splits` stands for nothing; `share` is a multiple of 16.
+    `first`: a program of few blocks loads the first one before it waits for its query."""
 
     splits: int
     block: int
     warps: int
     stages: int
     share: int = 16
-    reduce: Reduce = Reduce.LAST_PROGRAM
     pieces: int | None = None
+    first: bool = False
 
     def __post_init__(self) -> None:
-        assert self.pieces is None or (self.splits == 1 and self.share % 16 == 0)
+        assert self.pieces is None or (self.splits == 1 and self.share % 16 == 0 and not self.first)
 
     def programs(self, width: int) -> int:
         """Programs of a KV head in a step of so many rows; each leaves at most one partial result."""
         return width * self.splits if self.pieces is None else width + self.pieces
 
-    def holds_a_block(self, head_dim: int) -> bool:
-        """Whether a program has registers for the keys and values of a block while it waits for its query, and few
-        blocks: at most 64 of a thread's are either."""
-        return self.splits > 1 and self.block * head_dim <= 64 * 64 * self.warps
+    def loads_first(self, head_dim: int) -> bool:
+        """Whether a block's keys, and its values, are at most 128 numbers a thread."""
+        return self.first and self.block * head_dim <= 128 * 32 * self.warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +87,12 @@ class DecodePlan:
         assert (self.gemv is not None) == (self.chain is Chain.GEMV)
         assert (self.linear is not None) == (self.chain is Chain.SPLIT_K)
 
+    @property
+    def early_qkv(self) -> bool:
+        """Whether attention may start before q/k/v have waited, and so before the step's first kernel has ended."""
+        tiles = self.gemv or self.linear
+        return tiles is not None and tiles.qkv.early
+
     def launch(self, warps: int, stages: int = 2) -> dict[str, Any]:
         """Options of a kernel's launch within a step."""
         return launch_options(warps, stages, dependent=self.dependent_launch)
@@ -109,14 +111,14 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     """The plan of a width. Without `hopper` (compute capability 9.0 or later), or for a shape or dtype that the fast
     chains do not take, it is the library chain."""
     small = shape.hidden <= _SMALL
-    attention = _attention(width, small)
+    attention = _attention(shape, width)
     largest = max(shape.vocab_size, 2 * shape.ffn, shape.qkv_columns) * max(shape.hidden, shape.query_columns)
     # The fast kernels index a weight with 32 bits.
     if not hopper or shape.dtype is not torch.bfloat16 or shape.mlp_bias or largest >= 2**31:
         return DecodePlan(width, Chain.LIBRARY, attention)
     widest = MOST_ROWS if shape.bits is not None else 256 if small else 64
     if width == 1 and not shape.output_bias and (gemv := _gemvs(shape)) is not None:
-        return DecodePlan(width, Chain.GEMV, attention, gemv=gemv, dependent_launch=True)
+        return DecodePlan(width, Chain.GEMV, _looks_ahead(attention), gemv=gemv, dependent_launch=True)
     if width <= widest and (plan := split_plan(shape, width)) is not None:
         return plan
     return DecodePlan(width, Chain.LIBRARY, attention)
@@ -127,7 +129,7 @@ def split_plan(shape: DecodeShape, width: int) -> DecodePlan | None:
     linear = _linears(shape, width)
     if linear is None:
         return None
-    attention = _attention(width, shape.hidden <= _SMALL)
+    attention = _looks_ahead(_attention(shape, width))
     return DecodePlan(width, Chain.SPLIT_K, attention, linear=linear, dependent_launch=True)
 
 
@@ -144,10 +146,18 @@ def _linears(shape: DecodeShape, width: int, *, whole_gate_up: bool = False) -> 
     return fp8_linear_tiles(shape, width, tiles.head) if tiles is not None and shape.quantization == "fp8" else tiles
 
 
-def _attention(width: int, small: bool) -> AttentionTile:
+def _looks_ahead(tile: AttentionTile) -> AttentionTile:
+    """In a step whose kernels start before the one in front of them has ended."""
+    return replace(tile, first=tile.splits > 1)
+
+
+def _attention(shape: DecodeShape, width: int) -> AttentionTile:
     """Compromises between contexts of 256 and of 2,000: what is best at one may take twice as long at the other."""
+    small = shape.hidden <= _SMALL
     if width == 1:
-        return AttentionTile(splits=16 if small else 32, block=64, warps=8, stages=1, share=32 if small else 16)
+        most = max(1, _LONE_PROGRAMS // shape.num_kv_heads)
+        splits = min(16 if small else 32, 1 << (most.bit_length() - 1))
+        return AttentionTile(splits, block=64, warps=8, stages=1, share=32 if small else 16)
     if width <= 4:
         return AttentionTile(splits=8, block=64, warps=4, stages=1, share=64)
     if width <= 8:

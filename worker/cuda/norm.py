@@ -1,7 +1,7 @@
 """The row-wise kernels of a decode step: embedding, add-and-norm, SiLU, arg max of logits, and the end of the step.
 
 One program a row (or a part of one). Everything is computed in fp32 and rounded once, when stored. Launched as
-programmatic dependents, every kernel waits before it reads or writes anything.
+programmatic dependents, every kernel waits before it writes anything, or reads what another one wrote.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"

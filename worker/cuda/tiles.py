@@ -19,7 +19,7 @@ class GemvTile:
 class LinearTile:
     """`rows` x `columns` a program, K in `splits`, `depth` of K at a time, `stages` of it in flight. `swap`: weights
     are the tensor cores' 64-row operand. `ahead`: of each column's K that many are asked into the second-level cache
-    while the kernel waits for its rows, and the kernel that makes these lets it start early for that; 0 for none."""
+    while the kernel waits for its rows, which norms and codes in front of it let it start early for; 0 for none."""
 
     rows: int
     columns: int
