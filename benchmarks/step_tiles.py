@@ -26,7 +26,7 @@ from worker.cuda.tiles import LinearTile
 
 LINEARS = ("gate_up", "down", "qkv", "o")
 CONTEXT = 256
-AHEAD = (256, 512, 1024)
+AHEAD = (128, 256, 512, 1024)
 # A change that gives less is noise.
 LEAST_GAIN = 0.003
 
