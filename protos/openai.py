@@ -5,6 +5,7 @@ What holds for every field (strict types, nulls, unknown names) is in `protos.op
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
@@ -162,6 +163,7 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     unsupported: ClassVar[Neutral] = {**_NOT_SUPPORTED_ANYWHERE, "suffix": ()}
+    elsewhere: ClassVar[Mapping[str, str]] = {"messages": "/v1/chat/completions has it; a completion has a prompt"}
 
     prompt: Prompt
     echo: bool = False
@@ -205,6 +207,7 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody, Conversation):
     """POST /v1/chat/completions."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {"prompt": "/v1/completions has it; a chat has messages"}
     unsupported: ClassVar[Neutral] = {
         **_NOT_SUPPORTED_ANYWHERE,
         "best_of": (1,),

@@ -7,13 +7,20 @@ supported, unless its value asks for what happens anyway (`best_of` 1, an empty 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 Neutral = Mapping[str, tuple[Any, ...]]
 """Known fields that are not supported, and for each the values that ask for nothing special."""
+
+ALIKE: Final = 0.8
+"""From 0 to 1: an unknown field that is less like a known one was meant for something else."""
+
+LONGEST_NAME: Final = 40
+"""Longer names are compared to none: they would take their time."""
 
 
 class RefusedField(ValueError):
@@ -30,6 +37,8 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
     unsupported: ClassVar[Neutral] = {}
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Fields of other endpoints, and which."""
 
     @model_validator(mode="before")
     @classmethod
@@ -47,6 +56,14 @@ class Body(BaseModel):
                     continue
                 raise RefusedField(name, f"{name} is not supported here")
             if name not in known:
-                raise RefusedField(name, f"{name} is not a field of this request")
+                raise RefusedField(name, f"{name} is not a field of this request{cls._hint(name, known)}")
             kept[name] = value
         return kept
+
+    @classmethod
+    def _hint(cls, name: str, known: Iterable[str]) -> str:
+        """What may have been meant by a field that is unknown; nothing where nothing is alike."""
+        if name in cls.elsewhere:
+            return f"; {cls.elsewhere[name]}"
+        close = get_close_matches(name, known, n=1, cutoff=ALIKE) if len(name) <= LONGEST_NAME else []
+        return f"; did you mean {close[0]}?" if close else ""

@@ -47,9 +47,28 @@ def test_every_unsupported_field_is_refused_by_name_unless_neutral(kind: type[Bo
             assert validate(kind, {**LEAST[kind], name: value}) == validate(kind, LEAST[kind])
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "hint"),
+    [
+        (CompletionBody, "max_token", "; did you mean max_tokens?"),
+        (CompletionBody, "temprature", "; did you mean temperature?"),
+        (CompletionBody, "messages", "; /v1/chat/completions has it; a completion has a prompt"),
+        (ChatBody, "prompt", "; /v1/completions has it; a chat has messages"),
+        (ChatBody, "max_new_tokens", "; did you mean max_tokens?"),
+        (ChatBody, "odd", ""),
+        (ChatBody, "max_tokens" * 5, ""),
+    ],
+)
+def test_an_unknown_field_is_refused_with_what_may_have_been_meant(kind: type[Body], name: str, hint: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate(kind, {**LEAST[kind], name: [1]})
+    assert caught.value.message == f"{name} is not a field of this request{hint}"
+    assert caught.value.param == name
+
+
 @pytest.mark.parametrize("kind", BODIES)
 def test_no_field_is_both_supported_and_not(kind: type[Body]) -> None:
-    assert not set(kind.unsupported) & set(kind.model_fields)
+    assert not {*kind.unsupported, *kind.elsewhere} & set(kind.model_fields)
 
 
 @pytest.mark.parametrize("kind", BODIES)

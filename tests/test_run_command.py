@@ -30,6 +30,7 @@ from worker.engine import Engine
 
 VOCAB_SIZE = 1000
 EOS = 999
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }};{% endfor %}answer:"
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
 
 
@@ -84,6 +86,23 @@ def test_a_line_is_answered_with_the_engines_tokens_and_their_text(text: TextMod
     assert answer == {"id": "a", "text": text.decode(list(want)), "token_ids": list(want), "finish_reason": "length"}
 
 
+def test_a_conversation_is_answered_as_the_chat_template_writes_it(text: TextModel) -> None:
+    messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+    asked = {"messages": messages, "max_completion_tokens": 5, "seed": 7}
+    prompt = text.encode("system: Be brief;user: Hi;answer:", add_special_tokens=False)
+    want = expected_tokens(fake_request(prompt, 5, sampling=SamplingParams(seed=7)))
+    plain, scored, refused = answers(
+        text,
+        FakeExecutor(),
+        asked,
+        asked | {"logprobs": True, "top_logprobs": 2},
+        asked | {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    )
+    assert plain == {"id": 0, "text": text.decode(list(want)), "token_ids": list(want), "finish_reason": "length"}
+    assert [len(score["top"]) for score in scored["logprobs"]] == [2] * 5
+    assert refused["error"]["message"] == "tools is not supported in a batch file"
+
+
 def test_answers_stand_in_the_order_of_the_lines_whichever_ends_first(text: TextModel) -> None:
     bodies = [{"prompt_token_ids": [1, 2, 3], "max_tokens": 40 - 3 * number} for number in range(12)]
     out = answers(text, FakeExecutor(), *bodies, in_flight=5)
@@ -100,6 +119,9 @@ def test_answers_stand_in_the_order_of_the_lines_whichever_ends_first(text: Text
         (b'{"id": "x", "prompt": "a", "prompt_token_ids": [1]}', "x", "prompt"),
         (b'{"id": "x", "prompt": ["a", "b"]}', "x", "prompt"),
         (b'{"id": true, "prompt": "a"}', 3, "id"),
+        (b'{"id": "x", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "x", "prompt"),
+        (b'{"id": "x", "messages": []}', "x", "messages"),
+        (b'{"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a"}}', 3, "body"),
         (b'{"id": "x", "prompt": "a", "stream": true}', "x", "stream"),
         (b'{"id": "x", "prompt": "a", "max_tokens": "3"}', "x", "max_tokens"),
         (b'{"id": "x", "prompt": "a", "temperatur": 1}', "x", "temperatur"),

@@ -68,24 +68,13 @@ class PromptEncoder:
 
     async def conversation(self, body: Conversation, *, context: int | None, add_special_tokens: bool) -> list[int]:
         """Token ids of a conversation's prompt. With `context`, one that cannot fit is refused before tokenising."""
-        template = self._text.chat_template
-        if template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        messages = [message.for_template() for message in body.messages]
-        tools = [tool.for_template() for tool in body.offered_tools]
 
         def write() -> list[int]:
-            text = template.render(
-                messages,
-                add_generation_prompt=body.opens_answer,
-                continue_final_message=body.continue_final_message,
-                options=body.chat_template_kwargs,
-                tools=tools,
-            )
+            text = written(body, self._text)
             self._refuse_hopeless(text, context, "messages")
             return self._text.encode(text, add_special_tokens=add_special_tokens)
 
-        return await self._threads.run(sum(len(message["content"]) for message in messages), write)
+        return await self._threads.run(sum(len(message.text) for message in body.messages), write)
 
     async def ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of one text."""
@@ -118,6 +107,19 @@ class PromptEncoder:
             raise ContextLengthExceeded(
                 f"the prompt has at least {least} tokens; the context length is {context}", param=param
             )
+
+
+def written(conversation: Conversation, text: TextModel) -> str:
+    """A conversation as the model's chat template writes it. Raises `InvalidRequest`."""
+    if text.chat_template is None:
+        raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+    return text.chat_template.render(
+        [message.for_template() for message in conversation.messages],
+        add_generation_prompt=conversation.opens_answer,
+        continue_final_message=conversation.continue_final_message,
+        options=conversation.chat_template_kwargs,
+        tools=[tool.for_template() for tool in conversation.offered_tools],
+    )
 
 
 def _truncated(prompt: EncodedPrompt, kept: int | None, num_answer: int, context: int) -> EncodedPrompt:

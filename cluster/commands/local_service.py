@@ -24,6 +24,7 @@ from cluster.adapters.store import KvAdapterStore
 from cluster.app import build_application, with_device_decided, worker_deployments
 from cluster.commands.ask import ask, is_ready
 from cluster.commands.deploy_errors import setup_error_in, start_ray
+from cluster.commands.fleet_line import fleet_line
 from cluster.commands.stop_signals import StopSignals
 from cluster.commands.terminal import report
 from cluster.config import ServiceConfig, check_gpus
@@ -36,6 +37,7 @@ APP_NAME = "raycomb"
 OBJECT_STORE_BYTES = 80 * 2**20
 """Nothing of ours goes through Ray's object store; this is about the least that Ray takes."""
 POLL_S = 0.25
+WATCH_S = 2.0
 SHUTDOWN_MARGIN_S = 10.0
 DRAIN_NOTICE_S = 2.0
 
@@ -93,7 +95,7 @@ class LocalService:
                     key = config.http.api_keys[0].get_secret_value() if config.http.api_keys else None
                     return ask(self.url, config.model_name, question, key)
                 self._greet(config)
-                self._signals.wanted.wait()
+                self._watch(config)
         return 0
 
     @contextmanager
@@ -192,13 +194,27 @@ class LocalService:
             if overview is None:
                 continue
             _raise_setup_error(overview)
-            line = _progress(overview, config)
+            line = _told(overview, config)
             if line != last_line:
                 report(f"{line} ({time.monotonic() - started_at:.0f} s)")
                 last_line = line
             if overview.status == "RUNNING" and self._answers():
                 return True
         return False
+
+    def _watch(self, config: ServiceConfig) -> None:
+        """Tell of workers and gateways that go and come, until a signal comes."""
+        told = None
+        while not self._signals.wanted.wait(WATCH_S):
+            try:
+                overview = serve.status().applications.get(APP_NAME)
+            except (RayError, RayServeException) as error:  # Ray's own part starts anew
+                logger.debug("Serve could not say how the fleet is: %s", error)
+                continue
+            line = told if overview is None else _told(overview, config)
+            if line != told and told is not None:
+                report(f"{line} ({time.strftime('%H:%M:%S')})")
+            told = line
 
     def _answers(self) -> bool:
         return is_ready(self.url) and (self.grpc_target is None or is_serving(self.grpc_target))
@@ -234,13 +250,9 @@ def _raise_setup_error(overview: ApplicationStatusOverview) -> None:
         raise SetupError(f"the application could not be deployed: {' '.join(filter(None, messages))}")
 
 
-def _progress(overview: ApplicationStatusOverview, config: ServiceConfig) -> str:
-    num_workers = sum(_num_running(overview, name) for name in worker_deployments(config))
-    wanted = sum(one.num_workers for one in config.each)
-    num_gateways = _num_running(overview, "Gateway")
-    return f"workers ready {num_workers}/{wanted}, gateways ready {num_gateways}/{config.num_gateways}"
-
-
-def _num_running(overview: ApplicationStatusOverview, deployment: str) -> int:
-    states = overview.deployments[deployment].replica_states if deployment in overview.deployments else {}
-    return sum(count for state, count in states.items() if state == "RUNNING")
+def _told(overview: ApplicationStatusOverview, config: ServiceConfig) -> str:
+    states: dict[str, dict[str, int]] = {
+        name: dict(deployment.replica_states.items()) for name, deployment in overview.deployments.items()
+    }
+    workers = [states.get(name, {}) for name in worker_deployments(config)]
+    return fleet_line(workers, states.get("Gateway", {}), config)

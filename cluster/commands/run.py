@@ -36,7 +36,9 @@ EXIT_INTERRUPTED = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a program, a hub id or smollm2-135m")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines: prompt or prompt_token_ids, and more")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help="JSON lines: prompt, prompt_token_ids or messages, and more"
+    )
     parser.add_argument("--output", type=Path, required=True, help="JSON lines, in the order of the prompts")
     parser.add_argument(
         "--report",

@@ -1,37 +1,24 @@
 """An offline batch: lines of prompts go to one engine, and an answer for each goes to the writer. No files, no flags.
 
-What a line asks for and how its text is made are the HTTP endpoint's: the same bodies, plans and choices.
+What a line asks for and how its text is made are the HTTP endpoints': the same bodies, plans and choices.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.answers.choice import Choice, Ending, ScoredToken
-from cluster.answers.prompts import EncodedPrompt
-from cluster.answers.requests import ChoicePlan, Extras, plan_completion, text_rules
-from cluster.answers.structured import check_form, requested_form
-from cluster.api_settings import ApiSettings
+from cluster.answers.requests import text_rules
 from cluster.language.text import TextModel
 from cluster.offline.engine import OfflineEngine
 from cluster.offline.files import Line, OrderedWriter, error_record
+from cluster.offline.line_plans import LinePlans, told_alternatives
 from cluster.routing.fleet import ServedModel
-from planner.errors import InvalidRequest, RaycombError, RequestFailed, RequestRefused, UnknownModel
+from planner.errors import InvalidRequest, RaycombError, RequestFailed, RequestRefused
 from planner.request import Adapter, FinishReason, Request, Update
-from protos.openai import CompletionBody
-
-_ONLY_ONLINE = (
-    "bad_words",
-    "truncate_prompt_tokens",
-    "best_of",
-    "prompt_logprobs",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "use_beam_search",
-)
 
 
 @dataclass(slots=True)
@@ -91,9 +78,7 @@ class Batch:
         self._text = text
         self._writer = writer
         self._on_line = on_line
-        self._settings = ApiSettings()
-        self._adapters = {adapter.name: adapter for adapter in adapters}
-        self._model = ServedModel(
+        model = ServedModel(
             name=info.name,
             created=int(time.time()),
             vocab_size=info.vocab_size,
@@ -101,6 +86,7 @@ class Batch:
             capacity=info.num_cells,
             max_num_seqs=max_num_seqs,
         )
+        self._plans = LinePlans(text, model, adapters)
         self._open: dict[int, _Open] = {}
 
     def run(self, lines: Iterable[Line], max_in_flight: int) -> None:
@@ -122,40 +108,17 @@ class Batch:
             try:
                 if isinstance(line.body, InvalidRequest):
                     raise line.body
-                plan, body = self._plan(line.body), line.body
+                plan, body = self._plans.plan(line.body), line.body
             except RequestRefused as refusal:
                 self._fail(line, refusal)
                 continue
             assert plan.request is not None, "without echo something is always generated"
-            scored = body.logprobs is not None
-            choices = [
-                Choice(i, self._text.tokens, text_rules(body, body.logprobs), scored=scored) for i in range(plan.n)
-            ]
+            num_top = told_alternatives(body)
+            scored = num_top is not None
+            choices = [Choice(i, self._text.tokens, text_rules(body, num_top), scored=scored) for i in range(plan.n)]
             self._open[line.number] = _Open(line, list(map(_Grown, choices)), scored)
             self.totals.prompt_tokens += len(plan.prompt.ids)
             yield line.number, plan.request
-
-    def _plan(self, body: CompletionBody) -> ChoicePlan:
-        for name in _ONLY_ONLINE:
-            if getattr(body, name):
-                raise InvalidRequest(f"{name} is not supported in a batch file", param=name)
-        adapter = None if body.model is None else self._adapter(body.model)
-        ids = [token for token in body.prompt if isinstance(token, int)]
-        if isinstance(body.prompt, str):
-            ids = self._text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-        if (form := requested_form(body)) is not None:
-            check_form(form)
-        extras = Extras(None if form is None else form.grammar)
-        (plan,) = plan_completion(body, [EncodedPrompt(ids)], self._model, self._text.eos_ids, self._settings, extras)
-        assert plan.request is not None, "without echo something is always generated"
-        return replace(plan, request=replace(plan.request, adapter=adapter))
-
-    def _adapter(self, name: str) -> Adapter:
-        if not self._adapters:
-            raise InvalidRequest("model means nothing in a batch without adapters", param="model")
-        if name not in self._adapters:
-            raise UnknownModel(f"there is no adapter {name!r}; there is: {', '.join(self._adapters)}", param="model")
-        return self._adapters[name]
 
     def _take(self, entry: _Open, update: Update) -> None:
         number = entry.line.number

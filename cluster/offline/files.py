@@ -15,9 +15,12 @@ from cluster.errors import envelope
 from cluster.web.bodies import parse_object, validate
 from planner.errors import InvalidRequest, RaycombError
 from planner.request import sequence_seed
-from protos.openai import CompletionBody
+from protos.openai import ChatBody, CompletionBody
 
-_OTHER_THAN_ONE_PROMPT = "a line holds one prompt: a text in prompt, or a list of token ids in prompt_token_ids"
+_OTHER_THAN_ONE_PROMPT = (
+    "a line holds one prompt: a text in prompt, a list of token ids in prompt_token_ids, or a conversation in messages"
+)
+_OF_A_BATCH = "this is a line for /v1/batches; here a line is what its body holds, and may have an id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Line:
 
     number: int
     id: str | int
-    body: CompletionBody | InvalidRequest
+    body: CompletionBody | ChatBody | InvalidRequest
 
 
 def read_lines(path: Path, *, seed: int) -> Iterator[Line]:
@@ -56,17 +59,21 @@ def parse_line(raw: bytes, number: int, seed: int) -> Line:
         return Line(number, name, fault)
 
 
-def _body(fields: dict[str, Any], seed: int) -> CompletionBody:
-    ids = fields.pop("prompt_token_ids", None)
-    if (ids is None) == (fields.get("prompt") is None):
+def _body(fields: dict[str, Any], seed: int) -> CompletionBody | ChatBody:
+    if "custom_id" in fields and "body" in fields:
+        raise InvalidRequest(_OF_A_BATCH, param="body")
+    ids, prompt, messages = fields.pop("prompt_token_ids", None), fields.get("prompt"), fields.get("messages")
+    if sum(given is not None for given in (ids, prompt, messages)) != 1:
         raise InvalidRequest(_OTHER_THAN_ONE_PROMPT, param="prompt")
-    if ids is None and not isinstance(fields["prompt"], str):
+    if prompt is not None and not isinstance(prompt, str):
         raise InvalidRequest(_OTHER_THAN_ONE_PROMPT, param="prompt")
     for name in ("stream", "stream_options", "echo"):
         if fields.get(name) is not None:
             raise InvalidRequest(f"{name} means nothing in a batch", param=name)
     if fields.get("seed") is None:
         fields["seed"] = seed
+    if messages is not None:
+        return validate(ChatBody, fields)
     return validate(CompletionBody, fields if ids is None else fields | {"prompt": ids})
 
 
