@@ -241,6 +241,11 @@ def test_a_taken_port_is_refused_before_anything_starts(taken_port: int) -> None
     check_port("127.0.0.1", free_ports(1)[0])
 
 
+def test_an_address_that_this_machine_does_not_have_is_refused() -> None:
+    with pytest.raises(InvalidConfiguration, match="choose another --host, an address of this machine"):
+        check_port("203.0.113.7", 0)
+
+
 def test_the_front_that_is_asked_for_is_the_one_that_is_set_up() -> None:
     with front_environment(choose_front(Front.PYTHON)) as variables:
         assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "0"

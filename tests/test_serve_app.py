@@ -227,7 +227,7 @@ async def test_what_a_killed_worker_ran_goes_on_and_it_is_replaced(service: Serv
             return len(workers) == 2 and victim.pid not in [worker.pid for worker in workers]
 
         await asyncio.to_thread(wait_until, replaced, 90, "the worker is replaced")
-        await asyncio.to_thread(service.wait_for_line, "raycomb: workers ready 1/2", 10)
+        await asyncio.to_thread(service.wait_for_line, "raycomb: workers ready 1/2", 30)
         await asyncio.to_thread(service.wait_for_line, "raycomb: workers ready 2/2", 60)
         answers = await asyncio.gather(*(client.post("/v1/completions", json=body(2)) for _ in range(4)))
         assert all(answer.status_code == 200 for answer in answers)

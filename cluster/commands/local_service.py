@@ -60,6 +60,7 @@ class LocalService:
         self._grpc_port = grpc_port
         self._joins_cluster = bool(os.environ.get("RAY_ADDRESS"))
         self._signals = StopSignals()
+        self._told = ""
 
     @property
     def url(self) -> str:
@@ -186,7 +187,7 @@ class LocalService:
 
         Raises the `SetupError` that keeps workers from starting, as soon as one says so.
         """
-        started_at, last_line = time.monotonic(), ""
+        started_at = time.monotonic()
         for one in config.each:
             report(f"loading {one.engine.model} on {one.engine.device}")
         while not self._signals.wanted.wait(POLL_S):
@@ -194,27 +195,27 @@ class LocalService:
             if overview is None:
                 continue
             _raise_setup_error(overview)
-            line = _told(overview, config)
-            if line != last_line:
-                report(f"{line} ({time.monotonic() - started_at:.0f} s)")
-                last_line = line
+            self._tell(_line(overview, config), f"{time.monotonic() - started_at:.0f} s")
             if overview.status == "RUNNING" and self._answers():
                 return True
         return False
 
     def _watch(self, config: ServiceConfig) -> None:
         """Tell of workers and gateways that go and come, until a signal comes."""
-        told = None
         while not self._signals.wanted.wait(WATCH_S):
             try:
                 overview = serve.status().applications.get(APP_NAME)
             except (RayError, RayServeException) as error:  # Ray's own part starts anew
                 logger.debug("Serve could not say how the fleet is: %s", error)
                 continue
-            line = told if overview is None else _told(overview, config)
-            if line != told and told is not None:
-                report(f"{line} ({time.strftime('%H:%M:%S')})")
-            told = line
+            if overview is not None:
+                self._tell(_line(overview, config), time.strftime("%H:%M:%S"))
+
+    def _tell(self, line: str, when: str) -> None:
+        """The fleet's line, unless it is the one that was told last."""
+        if line != self._told:
+            report(f"{line} ({when})")
+            self._told = line
 
     def _answers(self) -> bool:
         return is_ready(self.url) and (self.grpc_target is None or is_serving(self.grpc_target))
@@ -250,7 +251,7 @@ def _raise_setup_error(overview: ApplicationStatusOverview) -> None:
         raise SetupError(f"the application could not be deployed: {' '.join(filter(None, messages))}")
 
 
-def _told(overview: ApplicationStatusOverview, config: ServiceConfig) -> str:
+def _line(overview: ApplicationStatusOverview, config: ServiceConfig) -> str:
     states: dict[str, dict[str, int]] = {
         name: dict(deployment.replica_states.items()) for name, deployment in overview.deployments.items()
     }

@@ -6,6 +6,7 @@ before Ray starts. Free of Ray.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import random
 import socket
@@ -144,13 +145,16 @@ def free_ports(count: int) -> list[int]:
 
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:
-    """Raises `InvalidConfiguration` when another program has the port, or this one may not. `flag` chooses another."""
+    """Raises `InvalidConfiguration` when another program has the port, or this one may not (`flag` chooses another),
+    and where `host` is another machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                flag = "--host, an address of this machine"
             raise InvalidConfiguration(
                 f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}", param="port"
             ) from error
