@@ -13,7 +13,6 @@ import argparse
 import random
 import resource
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -23,10 +22,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import record
-from planner.limits import Limits
-from planner.planner import Planner
 from planner.request import FinishReason, Request, SamplingParams, Update
-from planner.step import Step
+from tests.turns import Turns, limits_of
 from worker.attention_op import attention_of
 from worker.cuda.decode import CudaDecode
 from worker.cuda.executor import CudaExecutor
@@ -157,49 +154,13 @@ def cpu_executor(model: Decoder) -> TorchExecutor:
     return TorchExecutor(program, EagerForwards(model, pool, attention_of))
 
 
-class Run:
-    """A planner over an executor, with as many steps in flight as it takes."""
-
-    def __init__(self, executor: Executor) -> None:
-        program = executor.info
-        self.executor = executor
-        self.planner = Planner(
-            Limits(
-                capacity=program.num_cells,
-                context=program.context,
-                vocab_size=program.vocab_size,
-                max_prefill_tokens=program.max_prefill_tokens,
-                min_prefill_tokens=2,
-                widths=program.widths,
-                max_num_seqs=MAX_SEQS,
-                max_batched_tokens=W,
-                prefill_chunk_tokens=128,
-                max_steps_in_flight=executor.max_steps_in_flight,
-                swap_blocks=program.swap_blocks,
-                swap_block_cells=program.swap_block_cells,
-                min_swapped_cells=32,
-            )
-        )  # fmt: skip
-        self._in_flight: deque[Step] = deque()
-
-    def turn(self) -> list[Update]:
-        step = self.planner.plan()
-        if step is not None:
-            self.executor.launch(step)
-            self._in_flight.append(step)
-        if not self._in_flight or (step is not None and len(self._in_flight) < self.executor.max_steps_in_flight):
-            return []
-        return self.planner.commit(self._in_flight.popleft(), self.executor.collect())
-
-    def answer(self, request: Request) -> list[list[int]]:
-        """Alone, to its end."""
-        self.planner.submit(request)
-        answers: list[list[int]] = [[] for _ in range(request.n)]
-        while self.planner.has_work:
-            for update in self.turn():
-                assert update.error is None, update.error
-                answers[update.index] += update.tokens
-        return answers
+def turns_of(executor: Executor) -> Turns[Executor]:
+    """With as many steps in flight as it takes."""
+    limits = limits_of(
+        executor.info, max_num_seqs=MAX_SEQS, max_batched_tokens=W, prefill_chunk_tokens=128,
+        max_steps_in_flight=executor.max_steps_in_flight, min_swapped_cells=32,
+    )  # fmt: skip
+    return Turns(limits, executor, checked=False)
 
 
 @dataclass
@@ -210,10 +171,10 @@ class Asked:
 
 
 class Soak:
-    """Keeps a run busy, and looks at it."""
+    """Keeps an executor busy, and looks at it."""
 
     def __init__(self, executor: CudaExecutor, captures: Captures, lot: random.Random) -> None:
-        self._run = Run(executor)
+        self._turns = turns_of(executor)
         self._captures = captures
         self._lot = lot
         self._openings = [[lot.randrange(MODEL.vocab_size) for _ in range(300)] for _ in range(4)]
@@ -227,14 +188,14 @@ class Soak:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._ask()
-            self._hear(self._run.turn())
+            self._hear(self._turns.turn())
             self.num_turns += 1
             if self.num_turns % 200 == 0:
                 self._look()
-        while self._run.planner.has_work:
-            self._hear(self._run.turn())
+        while self._turns.planner.has_work:
+            self._hear(self._turns.turn())
         self._look()
-        state = self._run.planner.snapshot()
+        state = self._turns.planner.snapshot()
         assert state.owned_cells == 0, f"{state.owned_cells} cells are owned by nobody"
         assert not self.live, "requests without an end"
         settled = int(len(self._device_bytes) * SETTLED_SHARE)
@@ -243,7 +204,7 @@ class Soak:
         assert self._captures.count == 1, "steps were captured again"
 
     def figures(self) -> dict[str, Any]:
-        metrics = self._run.planner.metrics
+        metrics = self._turns.planner.metrics
         assert metrics.num_swapped_in > 10, "too little was swapped for this to say anything"
         assert metrics.num_prefix_hits > 1000, "too little was found again for this to say anything"
         return {
@@ -257,7 +218,7 @@ class Soak:
         }  # fmt: skip
 
     def _ask(self) -> None:
-        lot, planner = self._lot, self._run.planner
+        lot, planner = self._lot, self._turns.planner
         if len(self.live) < 48 and lot.random() < 0.4:
             request = self._request()
             self.live[planner.submit(request)] = Asked(request, [[] for _ in range(request.n)])
@@ -295,8 +256,8 @@ class Soak:
                     self.done.append(self.live.pop(update.request_id))
 
     def _look(self) -> None:
-        self._run.planner.check()
-        state = self._run.planner.snapshot()
+        self._turns.planner.check()
+        state = self._turns.planner.snapshot()
         assert state.free_cells + state.owned_cells + state.cached_cells == state.capacity, state
         self._device_bytes.append(torch.cuda.memory_allocated())
         self._host_bytes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
@@ -304,16 +265,17 @@ class Soak:
 
 def compare(soak: Soak, gpu: Decoder, cpu: Decoder) -> dict[str, int]:
     """Answers of the load against undisturbed ones, the shorter ones also against the CPU's; how many sequences."""
-    roomy, plain = Run(cuda_executor(gpu, 4 * CONTEXT, Captures(), swap_blocks=0)), Run(cpu_executor(cpu))
+    roomy = turns_of(cuda_executor(gpu, 4 * CONTEXT, Captures(), swap_blocks=0))
+    plain = turns_of(cpu_executor(cpu))
     lot = random.Random(1)
     whole = [asked for asked in soak.done if FinishReason.CANCELLED not in asked.reasons.values()]
     chosen = lot.sample(whole, min(NUM_COMPARED, len(whole)))
     for asked in chosen:
-        assert roomy.answer(asked.request) == asked.answers, "an answer differs from an undisturbed one"
+        assert roomy.answer([asked.request]) == [asked.answers], "an answer differs from an undisturbed one"
     print(f"{len(chosen)} requests answered alone as they were", flush=True)
     few = sorted(chosen, key=lambda asked: sum(map(len, asked.answers)))[: NUM_COMPARED // 2]
     for asked in few:
-        assert plain.answer(asked.request) == asked.answers, "an answer differs from the CPU's"
+        assert plain.answer([asked.request]) == [asked.answers], "an answer differs from the CPU's"
     return {"alone": sum(asked.request.n for asked in chosen), "on the CPU": sum(asked.request.n for asked in few)}
 
 

@@ -17,9 +17,9 @@ import numpy as np
 from benchmarks.record import record
 from cluster.checkpoints import resolve
 from cluster.language.text import load_text
-from planner.planner import Planner
 from planner.request import Request
 from tests.quiet_text import TEXT
+from tests.turns import Turns
 from worker.config import EngineConfig, Quantization
 from worker.executor import Executor, limits_for
 from worker.program import build_executor
@@ -30,17 +30,12 @@ CHUNK = 48
 
 
 def perplexity(executor: Executor, config: EngineConfig, tokens: list[int]) -> float:
-    planner = Planner(limits_for(config, executor.info, 1))
+    turns = Turns(limits_for(config, executor.info, 1), executor, checked=False)
     request = Request(np.array(tokens, dtype=np.int64), 0, prompt_logprobs=True)
     executor.prepare(request)
-    planner.submit(request)
-    scores: list[float] = []
-    while planner.has_work:
-        step = planner.plan()
-        assert step is not None
-        executor.launch(step)
-        for update in planner.commit(step, executor.collect()):
-            scores += [each.logprob for each in update.prompt_logprobs if each.logprob is not None]
+    (updates,) = turns.updates([request])
+    told = [each for update in updates for each in update.prompt_logprobs]
+    scores = [each.logprob for each in told if each.logprob is not None]
     assert len(scores) == len(tokens) - 1
     return math.exp(-sum(scores) / len(scores))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,15 @@ def smollm2_path() -> Path:
     """The SmolLM2 checkpoint: where RAYCOMB_SMOLLM2 says, else found or fetched by its name."""
     told = os.environ.get("RAYCOMB_SMOLLM2")
     return Path(told) if told else resolve("smollm2-135m")
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port at which somebody else listens, on all addresses."""
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        yield other.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

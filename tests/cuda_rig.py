@@ -6,18 +6,14 @@ Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1), where steps 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from planner.limits import Limits
-from planner.planner import Planner
-from planner.request import Request, Update
-from planner.step import Step
 from tests.decode_reference import random_weights
+from tests.turns import E, Turns, limits_of
 from worker.attention import TorchAttention
 from worker.cell_image import CellLayout
 from worker.cell_rows import SCALED, packed_rows, unpacked_rows
@@ -29,7 +25,7 @@ from worker.cuda.graphs import DecodeGraphs, Draw, LaunchedSteps
 from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.prefill import PrefillChain
 from worker.cuda.prefill_graphs import Prefill, PrefillGraphs
-from worker.executor import Executor, ProgramInfo
+from worker.executor import ProgramInfo
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool, bytes_per_cell
 from worker.masks import MaskMaker
@@ -220,63 +216,15 @@ def swap_space(info: ProgramInfo, pool: KvPool) -> SwapSpace | None:
     return PinnedSwap(copier, info.swap_blocks, info.swap_block_cells)
 
 
-class Rig:
-    """A planner over an executor, with as many steps in flight as `depth` says."""
+class Rig(Turns[E]):
+    """Small steps, so that a few requests make many of them; `depth` of them may be in flight."""
 
-    def __init__(self, executor: Executor, *, depth: int = 1, max_num_seqs: int = 8, **changes: Any) -> None:
-        info = executor.info
-        fields: dict[str, Any] = {
-            "capacity": info.num_cells,
-            "context": info.context,
-            "vocab_size": info.vocab_size,
-            "max_prefill_tokens": info.max_prefill_tokens,
-            "min_prefill_tokens": info.min_prefill_tokens,
-            "widths": info.widths,
+    def __init__(self, executor: E, *, depth: int = 1, max_num_seqs: int = 8, **changes: Any) -> None:
+        """`changes` are further limits."""
+        fields = {
             "max_num_seqs": max_num_seqs,
             "max_batched_tokens": 64,
             "prefill_chunk_tokens": 16,
             "max_steps_in_flight": depth,
-            "swap_blocks": info.swap_blocks,
-            "swap_block_cells": info.swap_block_cells,
-            "pools": info.vector_size is not None,
         }
-        self.executor = executor
-        self.depth = depth
-        self.planner = Planner(Limits(**(fields | changes)))
-        self.in_flight: deque[Step] = deque()
-        self.steps: list[Step] = []
-
-    def answer(self, requests: Sequence[Request]) -> list[list[list[int]]]:
-        """Run all together; for each request the tokens of each of its sequences. None of them may fail."""
-        updates = self.updates(requests)
-        assert all(update.error is None for news in updates for update in news), updates
-        answers: list[list[list[int]]] = [[[] for _ in range(request.n)] for request in requests]
-        for tokens, news in zip(answers, updates, strict=True):
-            for update in news:
-                tokens[update.index].extend(update.tokens)
-        return answers
-
-    def answer_alone(self, requests: Sequence[Request]) -> list[list[list[int]]]:
-        return [self.answer([request])[0] for request in requests]
-
-    def updates(self, requests: Sequence[Request]) -> list[list[Update]]:
-        """Run all together; for each request its updates."""
-        ids = [self.planner.submit(request) for request in requests]
-        by_id: dict[int, list[Update]] = {request_id: [] for request_id in ids}
-        while self.planner.has_work:
-            for update in self.turn():
-                by_id[update.request_id].append(update)
-        return [by_id[request_id] for request_id in ids]
-
-    def turn(self) -> list[Update]:
-        """Launch a step if there is one, and settle the oldest when no more may be in flight, or nothing was to do."""
-        step = self.planner.plan()
-        if step is not None:
-            self.executor.launch(step)
-            self.in_flight.append(step)
-            self.steps.append(step)
-        if not self.in_flight or (step is not None and len(self.in_flight) < self.depth):
-            return []
-        updates = self.planner.commit(self.in_flight.popleft(), self.executor.collect())
-        self.planner.check()
-        return updates
+        super().__init__(limits_of(executor.info, **(fields | changes)), executor)

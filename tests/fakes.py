@@ -23,6 +23,7 @@ from planner.slices import Method
 from planner.step import Chunk, ChunkOutput, Step, StepResult
 from tests.fake_pool import NO_HISTORY, FakePool, WrongStepError, next_hash
 from tests.fake_slots import FakeSlots
+from tests.turns import limits_of
 from worker.config import CPU_PREFILL_TOKENS, EngineConfig
 from worker.executor import ProgramInfo
 from worker.vocabulary import VocabularySource
@@ -54,19 +55,8 @@ def fake_info(**changes: Any) -> ProgramInfo:
 
 def fake_limits(info: ProgramInfo, **changes: Any) -> Limits:
     """Limits that follow the program; any field may be replaced."""
-    fields: dict[str, Any] = {
-        "capacity": info.num_cells,
-        "context": info.context,
-        "vocab_size": info.vocab_size,
-        "max_prefill_tokens": info.max_prefill_tokens,
-        "min_prefill_tokens": info.min_prefill_tokens,
-        "widths": info.widths,
-        "max_num_seqs": 16,
-        "max_batched_tokens": 64,
-        "prefill_chunk_tokens": 32,
-        "pools": info.vector_size is not None,
-    }
-    return Limits(**(fields | changes))
+    fields = {"max_num_seqs": 16, "max_batched_tokens": 64, "prefill_chunk_tokens": 32}
+    return limits_of(info, **(fields | changes))
 
 
 def fake_request(prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4, **changes: Any) -> Request:

@@ -6,65 +6,55 @@ import numpy as np
 
 from planner.blocks import BLOCK_TOKENS, block_hashes
 from planner.cells import CellTable
-from planner.planner import Planner
 from planner.prefix import PrefixIndex
 from planner.request import Adapter, Update
 from tests.fakes import FakeExecutor, expected_tokens, fake_info, fake_limits, fake_request
+from tests.turns import Turns
 
 PIRATE, POET = Adapter("pirate", 2**63 + 11), Adapter("poet", 12)
 PROMPT = tuple(range(1, 150))
 
 
-class Life:
+class Life(Turns[FakeExecutor]):
     """A planner and a fake executor that finds a wrong cell at the step that reads it."""
 
     def __init__(self, capacity: int = 4096) -> None:
         info = fake_info(num_cells=capacity)
-        self.planner = Planner(fake_limits(info))
-        self.executor = FakeExecutor(info)
+        super().__init__(fake_limits(info), FakeExecutor(info))
 
-    def answer(self, adapter: Adapter | None) -> Update:
+    def last_word(self, adapter: Adapter | None) -> Update:
         """The last update of the prompt's answer, which must be what it would be alone."""
         request = fake_request(PROMPT, adapter=adapter)
-        self.planner.submit(request)
-        tokens: tuple[int, ...] = ()
-        while (step := self.planner.plan()) is not None:
-            self.executor.launch(step)
-            for update in self.planner.commit(step, self.executor.collect()):
-                tokens += update.tokens
-            self.planner.check()
-        assert tokens == expected_tokens(request)
-        return update
+        ((*_, last),) = updates = self.updates([request])
+        assert tuple(token for update in updates[0] for token in update.tokens) == expected_tokens(request)
+        return last
 
 
 def test_a_prompt_is_computed_once_for_each_adapter_and_once_for_the_model() -> None:
     life = Life()
     for adapter in (None, PIRATE, POET):
-        assert life.answer(adapter).num_cached_tokens == 0
+        assert life.last_word(adapter).num_cached_tokens == 0
     for adapter in (PIRATE, None, POET):
-        assert life.answer(adapter).num_cached_tokens == len(PROMPT) - 1
+        assert life.last_word(adapter).num_cached_tokens == len(PROMPT) - 1
 
 
 def test_an_adapter_under_the_same_name_with_other_matrices_finds_nothing() -> None:
     life = Life()
-    life.answer(PIRATE)
-    assert life.answer(PIRATE._replace(revision=99)).num_cached_tokens == 0
+    life.last_word(PIRATE)
+    assert life.last_word(PIRATE._replace(revision=99)).num_cached_tokens == 0
 
 
 def test_what_one_adapter_left_is_evicted_for_another() -> None:
     life = Life(capacity=len(PROMPT) + 20)
     for adapter in (PIRATE, POET, PIRATE, None):
-        assert life.answer(adapter).num_cached_tokens <= 20  # the room that was left beside the other's
+        assert life.last_word(adapter).num_cached_tokens <= 20  # the room that was left beside the other's
 
 
 def test_cells_that_move_to_another_pool_stay_those_of_their_adapter() -> None:
     source, target = Life(), Life()
     request_id = source.planner.submit(fake_request(PROMPT, max_tokens=9, adapter=PIRATE))
     for _ in range(6):
-        step = source.planner.plan()
-        assert step is not None
-        source.executor.launch(step)
-        source.planner.commit(step, source.executor.collect())
+        source.turn()
     held = source.planner.held(request_id)
     assert held is not None
     assert held.root == PIRATE.revision
@@ -100,6 +90,6 @@ def test_blocks_of_different_adapters_have_different_names() -> None:
 
 def test_a_worker_tells_the_names_that_a_gateway_looks_for() -> None:
     life = Life()
-    life.answer(PIRATE)
+    life.last_word(PIRATE)
     assert set(life.planner.blocks.everything.added) >= set(block_hashes(np.array(PROMPT[:-1]), PIRATE.revision))
     assert not set(life.planner.blocks.everything.added) & set(block_hashes(np.array(PROMPT)))

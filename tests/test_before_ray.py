@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -145,14 +144,6 @@ def test_a_model_in_the_file_with_a_wrong_setting_is_told_before_ray(
     file = tmp_path / "models.yaml"
     file.write_text(f"models: [{{model: {model}, {settings}}}]\n")
     assert reason in refusal(capsys, "--config", str(file))
-
-
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.socket() as other:
-        other.bind(("0.0.0.0", 0))
-        other.listen()
-        yield other.getsockname()[1]
 
 
 def test_ports_that_are_taken_or_the_same_are_told_before_ray(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.slices import Method, Slice
+from tests.cpu_rig import CPU, VOCAB_SIZE, check_against_torch, random_pool, small_config
 from tests.test_block_matrices import random_tiles
 from tests.torch_rig import chunk
 from worker.batch import Batch, cut
@@ -21,14 +22,11 @@ from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
 from worker.models.block_matrix import BlockMatrix
 from worker.models.blocks import BlockLayout
-from worker.models.config import ModelConfig
 from worker.models.decoder import Decoder
 from worker.models.dummy_weights import dummy_weights
-from worker.models.rope import Rope
 
 NUM_CELLS, CONTEXT = 400, 128
 NIBBLES, BYTES, SMALL = BlockLayout(4, 32, True), BlockLayout(8, 32, False), BlockLayout(8, 16, False)
-CPU = torch.device("cpu")
 
 
 def matrix_like(like: torch.Tensor, layout: BlockLayout, seed: int) -> BlockMatrix:
@@ -46,26 +44,8 @@ def block_decoder(
     qk_norm: bool = False,
     biased: bool = False,
     window: int | None = None,
-    inner_size: int = 96,
 ) -> Decoder:
-    config = ModelConfig(
-        architecture="llama",
-        vocab_size=50,
-        hidden_size=64,
-        intermediate_size=inner_size,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        norm_eps=1e-5,
-        rope=Rope(theta=10_000.0),
-        context=CONTEXT,
-        windows=(None, window, None),
-        qkv_bias=biased,
-        output_bias=biased,
-        mlp_bias=biased,
-        qk_norm=qk_norm,
-    )
+    config = small_config(64, 96, 16, CONTEXT, qk_norm=qk_norm, biased=biased, window=window)
     plain = dummy_weights(config, torch.float32, CPU, seed=0)
     layers = []
     for index, layer in enumerate(plain.layers):
@@ -81,22 +61,13 @@ def block_decoder(
     return Decoder(config, dataclasses.replace(plain, layers=tuple(layers), head=head), CONTEXT)
 
 
-def pool_of(decoder: Decoder) -> KvPool:
-    config = decoder.config
-    pool = KvPool(config.num_layers, NUM_CELLS, config.num_kv_heads, config.head_dim, torch.float32, CPU)
-    torch.manual_seed(3)
-    pool.keys.normal_()
-    pool.values.normal_()
-    return pool
-
-
 def batch_of(spans: list[tuple[int, int]], seed: int = 0) -> Batch:
     """Chunks of `length` tokens behind `start` positions that are there already, in scattered cells."""
     random = np.random.default_rng(seed)
     free = random.permutation(NUM_CELLS).astype(np.int32)
     chunks, first = [], 0
     for start, length in spans:
-        tokens = random.integers(0, 50, length).tolist()
+        tokens = random.integers(0, VOCAB_SIZE, length).tolist()
         chunks.append(chunk(tokens, free[first : first + start + length], start=start))
         first += start + length
     batch = cut(chunks, Slice(0, sum(length for _, length in spans), Method.PREFILL), wanted=lambda index: True)
@@ -105,13 +76,11 @@ def batch_of(spans: list[tuple[int, int]], seed: int = 0) -> Batch:
 
 
 def check(decoder: Decoder, batch: Batch) -> None:
-    ours, theirs = pool_of(decoder), pool_of(decoder)
-    rows = list(range(len(batch.tokens)))
-    logits = BlockForwards(decoder, ours).run(batch, Method.PREFILL, rows).rows(rows)
-    expected = EagerForwards(decoder, theirs).run(batch, Method.PREFILL, rows).rows(rows)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-4)
+    check_against_torch(BlockForwards, decoder, batch, Method.PREFILL, NUM_CELLS)
+
+
+def pool_of(decoder: Decoder) -> KvPool:
+    return random_pool(decoder, NUM_CELLS, seed=3)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -157,7 +126,7 @@ def test_whatever_pieces_and_layouts_a_forward_has(
 def test_a_forward_that_wants_no_logits_still_writes_its_cells() -> None:
     decoder, batch = block_decoder(), batch_of([(0, 9)])
     ours, theirs = pool_of(decoder), pool_of(decoder)
-    assert BlockForwards(decoder, ours).run(batch, Method.PREFILL, []).rows([]).shape == (0, 50)
+    assert BlockForwards(decoder, ours).run(batch, Method.PREFILL, []).rows([]).shape == (0, VOCAB_SIZE)
     EagerForwards(decoder, theirs).run(batch, Method.PREFILL, [])
     torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
 

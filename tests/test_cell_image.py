@@ -96,10 +96,7 @@ def test_an_answer_goes_on_at_another_worker_without_computing_its_past_again(tm
     request_id = first.planner.submit(request(prompt, 12))
     news = []
     for _ in range(5):
-        step = first.planner.plan()
-        assert step is not None
-        first.executor.launch(step)
-        news += first.planner.commit(step, first.executor.collect())
+        news += first.turn()
     said = [token for update in news for token in update.tokens]
     assert said == expected[:5]
     assert moved(first.planner, request_id, outgoing, second.planner, incoming) == len(prompt) + 4

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -225,14 +223,6 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for flag in ("--num-workers", "--num-gateways", "--max-cells", "--front", "--config", "--api-key", "--ask"):
         assert flag in told
-
-
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        yield other.getsockname()[1]
 
 
 def test_a_taken_port_is_refused_before_anything_starts(taken_port: int) -> None:

@@ -63,7 +63,7 @@ def test_vectors_are_the_torch_executors_beside_answers(model: Model, depth: int
     asked = [request(prompt) for prompt in prompts(model)]
     asked += [request(prompt, 0, pooling=pooling) for prompt in prompts(model) for pooling in Pooling]
 
-    def vectors(rig: Rig) -> list[tuple[float, ...]]:
+    def vectors(rig: Rig[Any]) -> list[tuple[float, ...]]:
         return [vector for news in rig.updates(asked) if (vector := news[-1].vector)]
 
     expected = vectors(Rig(torch_executor(model)))

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
 import pytest
 
 from cluster.cli import serve_parser
 from cluster.serving.front import DEFAULT_GRPC_PORT, Front, choose_grpc_port, free_ports
 from planner.errors import InvalidConfiguration
-
-
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.socket() as other:
-        other.bind(("0.0.0.0", 0))
-        other.listen()
-        yield other.getsockname()[1]
 
 
 def is_free(port: int) -> bool:

@@ -12,34 +12,25 @@ from planner.errors import ForwardFailed, InvalidRequest
 from planner.planner import Planner
 from planner.request import FinishReason, Pooling, Request, Update
 from tests.fakes import FakeExecutor, fake_info, fake_limits, fake_request
+from tests.turns import Turns
 
 
-class Life:
+class Life(Turns[FakeExecutor]):
     """A planner and a fake executor whose hidden states are (token, position, 1)."""
 
     def __init__(self, capacity: int = 256, swap_blocks: int = 0, **limits: int) -> None:
         info = fake_info(num_cells=capacity, swap_blocks=swap_blocks, swap_block_cells=4)
-        sizes = {"swap_blocks": swap_blocks, "swap_block_cells": 4, "min_swapped_cells": 4, "prefill_chunk_tokens": 8}
-        self.planner = Planner(fake_limits(info, **(sizes | limits)))
-        self.executor = FakeExecutor(info)
+        fields = {"min_swapped_cells": 4, "prefill_chunk_tokens": 8}
+        super().__init__(fake_limits(info, **(fields | limits)), FakeExecutor(info))
         self.ended: dict[int, Update] = {}
 
-    def step(self) -> bool:
-        step = self.planner.plan()
-        if step is None:
-            return False
-        self.executor.launch(step)
-        for update in self.planner.commit(step, self.executor.collect()):
+    def turn(self) -> list[Update]:
+        updates = super().turn()
+        for update in updates:
             assert (not update.vector) or update.finish_reason is not None
             if update.finish_reason is not None:
                 self.ended[update.request_id] = update
-        self.planner.check()
-        return True
-
-    def finish(self) -> None:
-        while self.step():
-            pass
-        assert not self.planner.has_work
+        return updates
 
 
 def pooled(prompt: Sequence[int], pooling: Pooling) -> Request:
@@ -63,7 +54,7 @@ def test_a_vector_is_of_every_position_once_however_prompts_are_cut(
     life = Life(prefill_chunk_tokens=chunk)
     for _ in range(2):  # the second time everything is resident
         ids = [life.planner.submit(pooled(prompt, pooling)) for prompt in prompts]
-        life.finish()
+        life.run()
         for request_id, prompt in zip(ids, prompts, strict=True):
             assert life.ended[request_id].vector == pytest.approx(expected(prompt, pooling))
             assert life.ended[request_id].finish_reason is FinishReason.LENGTH
@@ -75,7 +66,7 @@ def test_the_last_position_is_found_behind_a_resident_prefix_and_a_mean_computes
         prompt = list(range(20))
         for _ in range(2):
             request_id = life.planner.submit(pooled(prompt, pooling))
-            life.finish()
+            life.run()
         assert life.ended[request_id].num_cached_tokens == num_cached
 
 
@@ -85,9 +76,9 @@ def test_a_preempted_mean_counts_no_position_twice(swap_blocks: int) -> None:
     prompt = [7] * 5 + list(range(23))
     life.planner.submit(fake_request(range(100, 110), 25))
     while not life.planner.snapshot().num_running or life.planner.num_queued_tokens:
-        life.step()
+        life.turn()
     request_id = life.planner.submit(pooled(prompt, Pooling.MEAN))
-    life.finish()
+    life.run()
     assert life.ended[request_id].vector == pytest.approx(expected(prompt, Pooling.MEAN))
     assert life.planner.metrics.num_preemptions > 0
     assert life.planner.metrics.num_swapped_in == (1 if swap_blocks else 0)
@@ -97,7 +88,7 @@ def test_a_failed_forward_brings_no_vector() -> None:
     life = Life(max_batched_tokens=17)
     life.executor.fail_forward(1)
     request_id = life.planner.submit(pooled(range(30), Pooling.MEAN))
-    life.finish()
+    life.run()
     assert life.ended[request_id].vector == ()
     assert isinstance(life.ended[request_id].error, ForwardFailed)
 

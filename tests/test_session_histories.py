@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from cluster.sessions.histories import SessionLimits, Sessions, SessionState
 from planner.errors import SessionBusy, UnknownSession
-from planner.planner import Planner
 from tests.fakes import FakeExecutor, fake_info, fake_limits, fake_request
 from tests.session_rig import LIMITS
+from tests.turns import Turns
 
 
 class Clock:
@@ -89,18 +89,14 @@ def test_an_end_that_is_told_twice_counts_once() -> None:
 
 def test_a_tree_of_forks_takes_the_cells_of_its_distinct_tokens() -> None:
     info = fake_info(num_cells=8192, max_prefill_tokens=512)
-    planner = Planner(fake_limits(info, max_batched_tokens=512, prefill_chunk_tokens=512))
-    executor, sessions = FakeExecutor(info), Sessions(LIMITS)
+    turns = Turns(fake_limits(info, max_batched_tokens=512, prefill_chunk_tokens=512), FakeExecutor(info))
+    sessions = Sessions(LIMITS)
 
     def generate(session: str, delta: list[int]) -> tuple[int, ...]:
         """All that the session holds then, without its pending token."""
         begun = sessions.begin(session, "", delta, 3, info.context)
-        history, said = [*begun.history, *delta], list[int]()
-        planner.submit(fake_request(history, 3))
-        while (step := planner.plan()) is not None:
-            executor.launch(step)
-            for update in planner.commit(step, executor.collect()):
-                said += update.tokens
+        history = [*begun.history, *delta]
+        ((said,),) = turns.answer([fake_request(history, 3)])
         sessions.end(begun.turn_id, said, failed=False)
         return (*history, *said[:-1])
 
@@ -111,9 +107,9 @@ def test_a_tree_of_forks_takes_the_cells_of_its_distinct_tokens() -> None:
         level = [sessions.fork(parent, "", None).id for parent in level for _ in range(3)]
         held += [generate(child, [200 + 50 * depth + place]) for place, child in enumerate(level)]
     distinct = {tokens[: end + 1] for tokens in held for end in range(len(tokens))}
-    assert planner.snapshot().owned_cells == 0
-    assert len(distinct) <= planner.snapshot().cached_cells + len(held)
-    assert planner.snapshot().cached_cells < 1.1 * len(distinct)
+    assert turns.planner.snapshot().owned_cells == 0
+    assert len(distinct) <= turns.planner.snapshot().cached_cells + len(held)
+    assert turns.planner.snapshot().cached_cells < 1.1 * len(distinct)
 
 
 @settings(deadline=None)

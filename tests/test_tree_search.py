@@ -10,6 +10,7 @@ from cluster.sessions.histories import SessionLimits, Sessions
 from planner.request import Request, SamplingParams
 from tests.tiny_models import save_tiny_model
 from tests.torch_rig import Rig, executor_of, load, request
+from worker.torch_executor import TorchExecutor
 
 DEPTH, WIDTH, NUM_TOKENS = 6, 4, 4
 PROMPT = [int(token) for token in np.random.default_rng(5).integers(0, 97, size=60)]
@@ -18,7 +19,7 @@ PROMPT = [int(token) for token in np.random.default_rng(5).integers(0, 97, size=
 class Search:
     """Keeps the best `WIDTH` histories of each level, and forks each of them `WIDTH` times for the next."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig[TorchExecutor]) -> None:
         self.rig = rig
         self.sessions = Sessions(SessionLimits(max_sessions=4096, max_per_account=4096, idle_s=600))
         self.histories: dict[str, list[int]] = {}
@@ -40,9 +41,8 @@ class Search:
     def answer(self, requests: list[Request]) -> list[list[int]]:
         """Run them together, and note how many cells that took."""
         said: dict[int, list[int]] = {self.rig.planner.submit(asked): [] for asked in requests}
-        while (step := self.rig.planner.plan()) is not None:
-            self.rig.executor.launch(step)
-            for update in self.rig.planner.commit(step, self.rig.executor.collect()):
+        while self.rig.planner.has_work:
+            for update in self.rig.turn():
                 said[update.request_id] += update.tokens
             snapshot = self.rig.planner.snapshot()
             self.most_cells = max(self.most_cells, snapshot.owned_cells + snapshot.cached_cells)

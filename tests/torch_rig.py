@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from planner.limits import Limits
-from planner.planner import Planner
-from planner.request import Request, SamplingParams, Update
+from planner.request import Request, SamplingParams
 from planner.slices import Method, Slice
 from planner.step import Chunk, ChunkOutput, Step
+from tests.turns import E, Turns, limits_of
 from worker.cell_image import CellLayout
 from worker.config import EngineConfig
 from worker.cpu.forwards import forwards_of
@@ -60,54 +59,14 @@ def executor_of(
     return TorchExecutor(info, forwards, swap, port=port, adapters=adapters)
 
 
-class Rig:
-    """A planner and an executor, run to the end of what was submitted."""
+class Rig(Turns[E]):
+    """Narrow decodes, and steps that have room for whole prompts, unless other limits are given."""
 
-    def __init__(
-        self, executor: TorchExecutor, prefill_chunk_tokens: int = 512, max_num_seqs: int = 32, **changes: Any
-    ) -> None:
+    def __init__(self, executor: E, prefill_chunk_tokens: int = 512, max_num_seqs: int = 32, **changes: Any) -> None:
         """`changes` are further limits."""
-        info = executor.info
-        self.limits = Limits(
-            capacity=info.num_cells,
-            context=info.context,
-            vocab_size=info.vocab_size,
-            max_prefill_tokens=info.max_prefill_tokens,
-            min_prefill_tokens=info.min_prefill_tokens,
-            widths=tuple(width for width in info.widths if width <= max_num_seqs),
-            max_num_seqs=max_num_seqs,
-            prefill_chunk_tokens=prefill_chunk_tokens,
-            swap_blocks=info.swap_blocks,
-            swap_block_cells=info.swap_block_cells,
-            pools=info.vector_size is not None,
-            **changes,
-        )
-        self.planner = Planner(self.limits)
-        self.executor = executor
-        self.num_steps = 0
-
-    def answer(self, requests: Sequence[Request]) -> list[list[list[int]]]:
-        """Run all together; for each request the tokens of each of its sequences."""
-        ids = [self.planner.submit(request) for request in requests]
-        answers: dict[int, list[list[int]]] = {
-            request_id: [[] for _ in range(request.n)] for request_id, request in zip(ids, requests, strict=True)
-        }
-        for update in self.run():
-            assert update.error is None, update.error
-            answers[update.request_id][update.index].extend(update.tokens)
-        return [answers[request_id] for request_id in ids]
-
-    def run(self) -> list[Update]:
-        updates: list[Update] = []
-        while (step := self.planner.plan()) is not None:
-            self.executor.launch(step)
-            updates += self.planner.commit(step, self.executor.collect())
-            self.planner.check()
-            self.num_steps += 1
-        return updates
-
-    def answer_alone(self, requests: Sequence[Request]) -> list[list[list[int]]]:
-        return [self.answer([request])[0] for request in requests]
+        widths = tuple(width for width in executor.info.widths if width <= max_num_seqs)
+        fields = {"max_num_seqs": max_num_seqs, "prefill_chunk_tokens": prefill_chunk_tokens, "widths": widths}
+        super().__init__(limits_of(executor.info, **(fields | changes)), executor)
 
 
 def request(prompt: Sequence[int], max_tokens: int, sampling: SamplingParams = GREEDY, **options: Any) -> Request:

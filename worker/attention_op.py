@@ -24,6 +24,8 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
     "update_and_attend(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
     "Tensor table, Tensor layout, int layer, int? window) -> Tensor"
 )
+_Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int | None]
+"""As the operator is defined: `query` to `layout`, `layer`, `window`."""
 
 
 class OperatorAttention:
@@ -78,48 +80,21 @@ def distinct_windows(windows: Sequence[int | None]) -> tuple[int | None, ...]:
     return tuple(dict.fromkeys(windows))
 
 
-def _on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    layout: Tensor,
-    layer: int,
-    window: int | None,
-) -> Tensor:
-    plan = unpack(PackedPlan(table, layout))  # made for `window`
+def _on_cpu(*operands: *_Operands) -> Tensor:
+    query, key, value, keys, values, table, layout, layer, _ = operands  # the plan was made for the window
+    plan = unpack(PackedPlan(table, layout))
     return update_and_attend_on_cpu(query, key, value, keys[layer], values[layer], plan)
 
 
-def _on_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    layout: Tensor,
-    layer: int,
-    window: int | None,
-) -> Tensor:
+def _on_cuda(*operands: *_Operands) -> Tensor:
     from worker.cuda.packed_attention import update_and_attend_on_gpu
 
+    query, key, value, keys, values, table, layout, layer, window = operands
     return update_and_attend_on_gpu(query, key, value, keys[layer], values[layer], PackedPlan(table, layout), window)
 
 
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    layout: Tensor,
-    layer: int,
-    window: int | None,
-) -> Tensor:
+def _fake(*operands: *_Operands) -> Tensor:
+    query, *_ = operands
     return query.new_empty(query.shape)
 
 

@@ -7,7 +7,7 @@ A request is read, validated, turned into tokens and checked here, before anythi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -57,34 +57,8 @@ def create_app(models: Models, batches: Batches | None = None, *, tells_request_
 
     `tells_request_id`: False where the server around it adds the header to answers itself, as Ray Serve does.
     """
-    front = models.first
-    settings = front.service.settings
-    page = page_files()
-    app = FastAPI(
-        title="Raycomb",
-        version=VERSION,
-        redirect_slashes=False,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-    )
-    app.add_middleware(
-        Guard,
-        keys=front.keys,
-        open_paths=settings.open_paths | page.keys(),
-        tells_id=tells_request_id,
-        meter=front.service.meter,
-        records=front.records,
-    )
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=settings.cors_origins,
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=[REQUEST_ID, "retry-after"],
-    )
-    app.add_exception_handler(RaycombError, _explain_error)
-    app.add_exception_handler(HTTPException, _explain_http)
+    front, page = models.first, page_files()
+    app = _guarded_app(front, page.keys(), tells_request_id=tells_request_id)
     endpoints = _Endpoints(models)
     debug = DebugApi(models.services)
     add_routes(
@@ -113,6 +87,37 @@ def create_app(models: Models, batches: Batches | None = None, *, tells_request_
     add_adapter_routes(app, models)
     for path, file in page.items():
         app.add_route(path, file.__call__, methods=["GET"])
+    return app
+
+
+def _guarded_app(front: AnswerMaker, pages: Set[str], *, tells_request_id: bool) -> FastAPI:
+    """Without endpoints yet: who may come in, and how errors are told. `pages` are open to all."""
+    settings = front.service.settings
+    app = FastAPI(
+        title="Raycomb",
+        version=VERSION,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    app.add_middleware(
+        Guard,
+        keys=front.keys,
+        open_paths=settings.open_paths | pages,
+        tells_id=tells_request_id,
+        meter=front.service.meter,
+        records=front.records,
+    )
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=[REQUEST_ID, "retry-after"],
+    )
+    app.add_exception_handler(RaycombError, _explain_error)
+    app.add_exception_handler(HTTPException, _explain_http)
     return app
 
 

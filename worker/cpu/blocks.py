@@ -21,22 +21,32 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils as numba_cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
 from worker.cpu.attention import use_threads_of_torch
 from worker.cpu.pointers import CompiledCode, call, compiled_code
+from worker.cpu.vectors import (
+    BYTE,
+    BYTES,
+    FLOAT,
+    FLOATS,
+    INDEX,
+    INTS,
+    cgutils,
+    multiply_add,
+    number,
+    prefetch,
+    spread,
+    zeroed,
+)
 from worker.models.blocks import CHUNK, LANES, BlockLayout, Bytes, Floats, Tiles
 
 Product = Callable[[int, Bytes, Floats, Floats, Floats], None]
-cgutils: Any = numba_cgutils  # without types
 
 WIDTHS = (1, 4, 8, 16)
 """Rows that are multiplied at once: each width is code of its own, whose sums stay in registers."""
 _SIGNATURE = "(i8, u1[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1])"
-_FLOAT, _INT, _BYTE, _INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(8), ir.IntType(64)
-_FLOATS, _INTS, _BYTES = (ir.VectorType(element, LANES) for element in (_FLOAT, _INT, _BYTE))
 # Sums of which each takes every so manyth column: with one row alone, each addition would wait for the one before.
 _LEAST_SUMS = 4
 _LINE_BYTES = 64
@@ -47,24 +57,67 @@ _AHEAD_BYTES = 2048
 def _load(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
     """A vector from `offset` bytes behind `base`; nothing is said about where it may begin."""
     pointer = builder.bitcast(builder.gep(base, [offset]), kind.as_pointer())
-    return builder.load(pointer, align=4 if kind is not _BYTES else 1)
-
-
-def spread(builder: Any, scalar: Any) -> Any:
-    """`scalar` in all lanes."""
-    none = ir.Constant(_FLOATS, ir.Undefined)
-    first = builder.insert_element(none, scalar, ir.Constant(_INT, 0))
-    return builder.shuffle_vector(first, none, ir.Constant(_INTS, [0] * LANES))
+    return builder.load(pointer, align=4 if kind is not BYTES else 1)
 
 
 def _codes(builder: Any, chunk: Any, column: int, bits: int) -> Any:
     """Codes of column `column` of a chunk, as integers of 32 bits."""
     if bits == 8:
-        stored = _load(builder, chunk, ir.Constant(_INDEX, column * LANES), _BYTES)
-        return builder.sext(stored, _INTS)
-    words = _load(builder, chunk, ir.Constant(_INDEX, 0), _INTS)
-    shifted = builder.lshr(words, ir.Constant(_INTS, [bits * column] * LANES))
-    return builder.and_(shifted, ir.Constant(_INTS, [2**bits - 1] * LANES))
+        stored = _load(builder, chunk, number(column * LANES), BYTES)
+        return builder.sext(stored, INTS)
+    words = _load(builder, chunk, number(0), INTS)
+    shifted = builder.lshr(words, ir.Constant(INTS, [bits * column] * LANES))
+    return builder.and_(shifted, ir.Constant(INTS, [2**bits - 1] * LANES))
+
+
+class _TileWriter:
+    """Writes the code of `_tile_code`, of whose arguments the first five are `arguments`."""
+
+    def __init__(self, builder: Any, arguments: Any, form: BlockLayout, num_rows: int) -> None:
+        self._builder = builder
+        self._form = form
+        self._num_rows = num_rows
+        self._tile = builder.inttoptr(arguments[0], BYTE.as_pointer())
+        self._num_blocks, self._stride = arguments[1], arguments[4]
+        self._columns, self._product = (builder.inttoptr(address, FLOAT.as_pointer()) for address in arguments[2:4])
+        num_sums = max(1, _LEAST_SUMS // num_rows)
+        self._sums = [zeroed(builder, num_sums) for _ in range(num_rows)]
+
+    def write(self) -> None:
+        builder = self._builder
+        with cgutils.for_range(builder, self._num_blocks, intp=INDEX) as blocks:
+            self._add_block(blocks.index)
+        for row, sums in enumerate(self._sums):
+            total = functools.reduce(builder.fadd, [builder.load(place) for place in sums])
+            start = builder.gep(self._product, [builder.mul(self._stride, number(row))])
+            builder.store(total, builder.bitcast(start, FLOATS.as_pointer()), align=4)
+
+    def _add_block(self, index: Any) -> None:
+        builder, form = self._builder, self._form
+        block = builder.gep(self._tile, [builder.mul(index, number(form.tile_bytes))])
+        scale = _load(builder, block, number(form.code_bytes), FLOATS)
+        behind = number(form.code_bytes + 4 * LANES)
+        offset = _load(builder, block, behind, FLOATS) if form.has_offsets else None
+        for line in range(0, form.tile_bytes, _LINE_BYTES):
+            prefetch(builder, builder.gep(block, [number(line + _AHEAD_BYTES)]))
+        first = builder.mul(index, number(form.size * self._num_rows))
+        with cgutils.for_range(builder, number(form.size // CHUNK), intp=INDEX) as chunks:
+            chunk_bytes = CHUNK * LANES * form.bits // 8
+            chunk = builder.gep(block, [builder.mul(chunks.index, number(chunk_bytes))])
+            of_chunk = builder.mul(chunks.index, number(CHUNK * self._num_rows))
+            others = builder.gep(self._columns, [builder.add(first, of_chunk)])
+            for column in range(CHUNK):
+                codes = builder.sitofp(_codes(builder, chunk, column, form.bits), FLOATS)
+                weights = builder.fmul(codes, scale) if offset is None else multiply_add(builder, codes, scale, offset)
+                self._add_column(column, weights, others)
+
+    def _add_column(self, column: int, weights: Any, others: Any) -> None:
+        """`weights`: of column `column` of a chunk; `others`: where the other factor's rows of the chunk begin."""
+        builder = self._builder
+        for row, sums in enumerate(self._sums):
+            other = builder.load(builder.gep(others, [number(column * self._num_rows + row)]))
+            place = sums[column % len(sums)]
+            builder.store(multiply_add(builder, spread(builder, other), weights, builder.load(place)), place)
 
 
 def _tile_code(
@@ -88,51 +141,10 @@ def _tile_code(
     constants = (width, bits, size, has_offsets)
     if not all(isinstance(constant, types.IntegerLiteral) for constant in constants):
         return None  # numba asks again with the constants' values
-    num_rows: int = width.literal_value
     form = BlockLayout(bits.literal_value, size.literal_value, bool(has_offsets.literal_value))
-    num_sums = max(1, _LEAST_SUMS // num_rows)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        base = builder.inttoptr(arguments[0], _BYTE.as_pointer())
-        factor, written = (builder.inttoptr(address, _FLOAT.as_pointer()) for address in arguments[2:4])
-        fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{LANES}f32"
-        )
-        prefetch = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _INT, _INT, _INT]), "llvm.prefetch.p0"
-        )
-        zero = ir.Constant(_FLOATS, [0.0] * LANES)
-        sums = [[cgutils.alloca_once(builder, _FLOATS) for _ in range(num_sums)] for _ in range(num_rows)]
-        for place in (place for of_row in sums for place in of_row):
-            builder.store(zero, place)
-        with cgutils.for_range(builder, arguments[1], intp=_INDEX) as blocks:
-            block = builder.gep(base, [builder.mul(blocks.index, ir.Constant(_INDEX, form.tile_bytes))])
-            scale = _load(builder, block, ir.Constant(_INDEX, form.code_bytes), _FLOATS)
-            behind = ir.Constant(_INDEX, form.code_bytes + 4 * LANES)
-            offset = _load(builder, block, behind, _FLOATS) if form.has_offsets else None
-            for line in range(0, form.tile_bytes, _LINE_BYTES):
-                ahead = builder.gep(block, [ir.Constant(_INDEX, line + _AHEAD_BYTES)])
-                builder.call(prefetch, [ahead, *(ir.Constant(_INT, option) for option in (0, 3, 1))])
-            first = builder.mul(blocks.index, ir.Constant(_INDEX, form.size * num_rows))
-            with cgutils.for_range(builder, ir.Constant(_INDEX, form.size // CHUNK), intp=_INDEX) as chunks:
-                chunk_bytes = CHUNK * LANES * form.bits // 8
-                chunk = builder.gep(block, [builder.mul(chunks.index, ir.Constant(_INDEX, chunk_bytes))])
-                of_chunk = builder.mul(chunks.index, ir.Constant(_INDEX, CHUNK * num_rows))
-                others = builder.gep(factor, [builder.add(first, of_chunk)])
-                for column in range(CHUNK):
-                    codes = builder.sitofp(_codes(builder, chunk, column, form.bits), _FLOATS)
-                    weights = (
-                        builder.fmul(codes, scale) if offset is None else builder.call(fma, [codes, scale, offset])
-                    )
-                    for row in range(num_rows):
-                        other = builder.load(builder.gep(others, [ir.Constant(_INDEX, column * num_rows + row)]))
-                        place = sums[row][column % num_sums]
-                        total = builder.call(fma, [spread(builder, other), weights, builder.load(place)])
-                        builder.store(total, place)
-        for row in range(num_rows):
-            total = functools.reduce(builder.fadd, [builder.load(place) for place in sums[row]])
-            start = builder.gep(written, [builder.mul(arguments[4], ir.Constant(_INDEX, row))])
-            builder.store(total, builder.bitcast(start, _FLOATS.as_pointer()), align=4)
+        _TileWriter(builder, arguments, form, width.literal_value).write()
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 5, *constants), generate

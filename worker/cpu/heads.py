@@ -11,18 +11,13 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils as numba_cgutils
 from numba.extending import intrinsic
 
-from worker.cpu.blocks import spread
 from worker.cpu.decode import to_shares
 from worker.cpu.pointers import CompiledCode, compiled_code, floats
+from worker.cpu.vectors import BYTE, FLOAT, FLOATS, INDEX, cgutils, multiply_add, number, prefetch, spread, zeroed
 from worker.models.blocks import LANES
 
-cgutils: Any = numba_cgutils  # without types
-
-_FLOAT, _INT, _BYTE, _INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(8), ir.IntType(64)
-_FLOATS = ir.VectorType(_FLOAT, LANES)
 # Cells may lie anywhere, which no processor foresees: how many cells before its turn one is fetched.
 _AHEAD = 8
 
@@ -34,32 +29,25 @@ class _Writer:
         self.builder = builder
         self.num_vectors = head_dim // LANES
         self.shared = shared
-        self.rows, self.weights = (builder.inttoptr(arguments[at], _FLOAT.as_pointer()) for at in (0, 4))
-        self._pool = builder.inttoptr(arguments[1], _FLOAT.as_pointer())
-        self._cells = builder.inttoptr(arguments[2], _INDEX.as_pointer())
+        self.rows, self.weights = (builder.inttoptr(arguments[at], FLOAT.as_pointer()) for at in (0, 4))
+        self._pool = builder.inttoptr(arguments[1], FLOAT.as_pointer())
+        self._cells = builder.inttoptr(arguments[2], INDEX.as_pointer())
         self.num_seen = arguments[3]
         self._cell_size = arguments[5]
-        self.fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{LANES}f32"
-        )
-
-        self._prefetch = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _INT, _INT, _INT]), "llvm.prefetch.p0"
-        )
 
     def vector(self, base: Any, index: int) -> Any:
         """Vector `index` behind `base`."""
-        place = self.builder.gep(base, [ir.Constant(_INDEX, index * LANES)])
-        return self.builder.bitcast(place, _FLOATS.as_pointer())
+        place = self.builder.gep(base, [number(index * LANES)])
+        return self.builder.bitcast(place, FLOATS.as_pointer())
 
     def of_cell(self, index: Any) -> list[Any]:
         """What the pool has in the cell that is seen as number `index`; a later one's is fetched meanwhile."""
-        later = self.builder.add(index, ir.Constant(_INDEX, _AHEAD))
-        last = self.builder.sub(self.num_seen, ir.Constant(_INDEX, 1))
+        later = self.builder.add(index, number(_AHEAD))
+        last = self.builder.sub(self.num_seen, number(1))
         is_there = self.builder.icmp_signed("<", later, last)
         ahead = self._cell(self.builder.select(is_there, later, last))
         for at in range(self.num_vectors):
-            self.builder.call(self._prefetch, [self._bytes(ahead, at), *(ir.Constant(_INT, n) for n in (0, 3, 1))])
+            prefetch(self.builder, self._bytes(ahead, at))
         base = self._cell(index)
         return [self.builder.load(self.vector(base, at), align=4) for at in range(self.num_vectors)]
 
@@ -68,45 +56,43 @@ class _Writer:
         return self.builder.gep(self._pool, [self.builder.mul(cell, self._cell_size)])
 
     def _bytes(self, base: Any, index: int) -> Any:
-        return self.builder.bitcast(self.vector(base, index), _BYTE.as_pointer())
+        return self.builder.bitcast(self.vector(base, index), BYTE.as_pointer())
 
     def weight(self, head: int, index: Any) -> Any:
         """The place of the weight of what is seen as number `index`."""
-        first = self.builder.mul(self.num_seen, ir.Constant(_INDEX, head))
+        first = self.builder.mul(self.num_seen, number(head))
         return self.builder.gep(self.weights, [self.builder.add(first, index)])
 
 
 def _write_scores(writer: _Writer) -> None:
     builder = writer.builder
     total = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_FLOAT, [_FLOAT, _FLOATS]), f"llvm.vector.reduce.fadd.v{LANES}f32"
+        builder.module, ir.FunctionType(FLOAT, [FLOAT, FLOATS]), f"llvm.vector.reduce.fadd.v{LANES}f32"
     )
     queries = [
         builder.load(writer.vector(writer.rows, at), align=4) for at in range(writer.shared * writer.num_vectors)
     ]
-    with cgutils.for_range(builder, writer.num_seen, intp=_INDEX) as seen:
+    with cgutils.for_range(builder, writer.num_seen, intp=INDEX) as seen:
         key = writer.of_cell(seen.index)
         for head in range(writer.shared):
             query = queries[head * writer.num_vectors : (head + 1) * writer.num_vectors]
             products = builder.fmul(query[0], key[0])
             for of_query, of_key in zip(query[1:], key[1:], strict=True):
-                products = builder.call(writer.fma, [of_query, of_key, products])
-            score = builder.call(total, [ir.Constant(_FLOAT, -0.0), products], fastmath=("reassoc",))
+                products = multiply_add(builder, of_query, of_key, products)
+            score = builder.call(total, [ir.Constant(FLOAT, -0.0), products], fastmath=("reassoc",))
             builder.store(score, writer.weight(head, seen.index))
 
 
 def _write_mix(writer: _Writer) -> None:
     builder = writer.builder
-    sums = [cgutils.alloca_once(builder, _FLOATS) for _ in range(writer.shared * writer.num_vectors)]
-    for place in sums:
-        builder.store(ir.Constant(_FLOATS, [0.0] * LANES), place)
-    with cgutils.for_range(builder, writer.num_seen, intp=_INDEX) as seen:
+    sums = zeroed(builder, writer.shared * writer.num_vectors)
+    with cgutils.for_range(builder, writer.num_seen, intp=INDEX) as seen:
         value = writer.of_cell(seen.index)
         for head in range(writer.shared):
             weight = spread(builder, builder.load(writer.weight(head, seen.index)))
             for at, of_value in enumerate(value):
                 place = sums[head * writer.num_vectors + at]
-                builder.store(builder.call(writer.fma, [weight, of_value, builder.load(place)]), place)
+                builder.store(multiply_add(builder, weight, of_value, builder.load(place)), place)
     for at, place in enumerate(sums):
         builder.store(builder.load(place), writer.vector(writer.rows, at), align=4)
 
