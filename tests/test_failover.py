@@ -359,6 +359,19 @@ async def test_the_cached_part_of_a_prompt_is_told_as_the_first_worker_told_it()
         assert reader.num_cached == {2}
 
 
+async def test_a_worker_that_never_began_says_nothing_of_the_cached_part() -> None:
+    lost, other = ScriptedWorker("a"), ScriptedWorker("b")
+    async with fleet_of(lost, other) as streams:
+        reader = await begun(streams, lost, request())
+        lost.say(Update(1, 0, finish_reason=FinishReason.FAILED, error=WorkerLost("the engine died")))
+        await submitted(lost)  # nothing else is known against it
+        await lost.stop()
+        submit = await submitted(other)
+        other.say(Update(1, 0, tokens=(6,), num_cached_tokens=3, finish_reason=STOP), request_id=submit.request_id)
+        await reader.read_ends()
+        assert reader.num_cached == {3}
+
+
 async def test_log_probabilities_go_on_with_their_tokens() -> None:
     lost, other = ScriptedWorker("a"), ScriptedWorker("b")
 
@@ -422,6 +435,17 @@ async def test_a_slow_worker_that_shows_life_is_not_lost() -> None:
             slow.say(snapshot=pb.Snapshot(capacity=1000, free_cells=1000, step=step))
         slow.say(tokens(5, finish=STOP))
         await reader.read_ends()
+        assert other.commands.empty()
+
+
+async def test_a_gateway_that_was_stopped_for_a_while_takes_no_worker_for_lost() -> None:
+    worker, other = ScriptedWorker("a"), ScriptedWorker("b")
+    async with fleet_of(worker, other, limits=FailoverLimits(stall_timeout_s=0.4)) as streams:
+        reader = await begun(streams, worker, request(), tokens(5))
+        time.sleep(0.6)  # noqa: ASYNC251 - as a process that the system stops
+        worker.say(tokens(6, finish=STOP))
+        await reader.read_ends()
+        assert (reader.tokens[0], worker.num_streams) == ((5, 6), 1)
         assert other.commands.empty()
 
 

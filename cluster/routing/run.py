@@ -90,6 +90,8 @@ class Run:
             return
         if (loss := _loss(update)) is not None:
             self.loss = loss
+            if not (update.tokens or update.prompt_logprobs):
+                return
             update = update._replace(finish_reason=None, error=None)
         if update.request_id != generation.request_id:  # it was sent again, under another id
             num_known = min(self._num_scores_told, len(update.prompt_logprobs))

@@ -25,10 +25,16 @@ class StallWatch:
         self.has_stalled = False
 
     async def wait(self) -> None:
-        """Returns when the worker hangs, and has then `has_stalled`."""
+        """Returns when the worker hangs, and has then `has_stalled`.
+
+        While this process itself was stopped nothing was heard either: what the worker said meanwhile is read first.
+        """
         self.hear()
-        while (left_s := self._quiet_until() - self._loop.time()) > 0:  # noqa: ASYNC110 - it waits for time itself
+        while (left_s := self._quiet_until() - self._loop.time()) > 0:
+            woken_at = self._loop.time() + left_s
             await asyncio.sleep(left_s)
+            if self._loop.time() - woken_at > self.timeout_s / 8:
+                self.hear()
         self.has_stalled = True
 
     def _quiet_until(self) -> float:
