@@ -18,6 +18,7 @@ from protos.openai_tools import NamedTool, Tool, ToolChoice
 MAX_STOP_STRINGS: Final = 4
 MAX_ALTERNATIVES: Final = 20
 MAX_BAD_WORDS: Final = 1000
+MAX_LENGTH_PENALTY: Final = 20.0  # so that no length to this power is beyond a float
 MAX_BEAMS: Final = MAX_ALTERNATIVES // 2  # of each beam twice as many continuations are looked at
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -171,7 +172,7 @@ class CompletionBody(GenerationBody):
     best_of: Annotated[int, Field(ge=1)] | None = None
     session_id: str | None = None
     use_beam_search: bool = False
-    length_penalty: float = 1.0
+    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] = 1.0
 
     @property
     def num_made(self) -> int:

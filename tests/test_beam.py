@@ -146,6 +146,8 @@ async def test_over_grpc_a_search_that_fails_says_so() -> None:
         ({"guided_regex": "a"}, "guided_regex"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
+        ({"length_penalty": 1e308}, "length_penalty"),
+        ({"length_penalty": -20.5}, "length_penalty"),
     ],
 )
 async def test_what_has_no_meaning_in_a_beam_search_is_refused(body: dict[str, Any], param: str) -> None:
