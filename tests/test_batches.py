@@ -300,7 +300,8 @@ async def test_what_is_too_much_or_no_file_is_refused_and_nothing_is_kept(tmp_pa
         assert refusal(tune)["param"] == "purpose"
         assert refusal(await d.http.post("/v1/files", data={"purpose": "batch"}))["param"] == "file"
         assert refusal(await d.post("/v1/files", purpose="batch"))["param"] == "file"
-        assert refusal(await d.http.get("/v1/files", params={"limit": 0}))["param"] == "limit"
+        for limit in (0, "000000001" + "9" * 5000):
+            assert refusal(await d.http.get("/v1/files", params={"limit": limit}))["param"] == "limit"
         asked = {"endpoint": CHAT_URL, "completion_window": "24h"}
         refusal(await d.post("/v1/batches", **asked, input_file_id="file-none"), 404)
         odd = {**asked, "endpoint": "/v1/moderations", "input_file_id": "f"}

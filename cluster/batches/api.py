@@ -61,7 +61,8 @@ def page_of(request: Request) -> Page:
     """What part of a list is asked for. Raises `InvalidRequest`."""
     query = request.query_params
     limit = query.get("limit", "20")
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MOST_ON_A_PAGE):
+    is_number = limit.isascii() and limit.isdecimal() and len(limit) < 10
+    if not is_number or not 1 <= int(limit) <= MOST_ON_A_PAGE:
         raise InvalidRequest(f"limit must lie in [1, {MOST_ON_A_PAGE}], not {limit[:20]!r}", param="limit")
     return Page(query.get("after"), int(limit))
 
