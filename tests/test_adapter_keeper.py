@@ -117,6 +117,30 @@ async def test_a_link_out_of_the_folder_is_not_followed(engine: Engine, allowed:
     assert entry.order in await AdapterKeeper(engine, catalogue, str(allowed)).sync()
 
 
+async def test_a_link_that_leads_to_itself_is_told_and_the_others_are_loaded(engine: Engine, allowed: Path) -> None:
+    (allowed / "loop").symlink_to(allowed / "loop")
+    catalogue = AdapterCatalogue({}, MemoryStore())
+    entry = await catalogue.add("a loop", str(allowed / "loop"))
+    await catalogue.add("poet", str(allowed / "poet"))
+    assert (await AdapterKeeper(engine, catalogue, str(allowed)).sync()).keys() == {entry.order}
+    assert engine.adapters == (Adapter("poet", 6),)
+
+
+async def test_a_fault_of_whoever_looks_after_the_adapters_is_told(
+    engine: Engine, allowed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore()
+    store.write("pirate", "no JSON")
+    keeper = AdapterKeeper(engine, AdapterCatalogue({}, store), str(allowed), look_s=0.01)
+    keeper.start()
+    try:
+        async with asyncio.timeout(10):
+            while "a fault of ours" not in caplog.text:  # noqa: ASYNC110 - logs tell no loop
+                await asyncio.sleep(0.01)
+    finally:
+        await keeper.close()
+
+
 async def test_a_worker_does_not_start_without_what_it_was_to_have(engine: Engine, allowed: Path) -> None:
     catalogue = AdapterCatalogue({"ghost": str(allowed / "ghost")}, MemoryStore())
     with pytest.raises(InvalidAdapter, match="'ghost'"):

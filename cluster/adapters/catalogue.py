@@ -86,7 +86,10 @@ def confined(path: str, allowed: str) -> str:
     asks, and not in what is returned: on another host they may lead elsewhere. Looks at files.
     """
     folder = Path(allowed) if "\0" in path else Path(os.path.normpath(Path(allowed) / path))
-    root, leads_to = Path(allowed).resolve(), folder.resolve()
+    try:
+        root, leads_to = Path(allowed).resolve(), folder.resolve()
+    except (OSError, RuntimeError) as error:  # a link that leads to itself is a RuntimeError
+        raise InvalidRequest(f"lora_path is {path!r}, and cannot be followed: {error}", param="lora_path") from error
     if leads_to == root or not leads_to.is_relative_to(root):
         raise InvalidRequest(
             f"lora_path is {path!r}, and adapters are loaded from below {allowed} alone", param="lora_path"

@@ -58,6 +58,7 @@ class AdapterKeeper:
     def start(self) -> None:
         """Follow the catalogue from now on, until `close`."""
         self._task = asyncio.create_task(self._run(), name="follow the catalogue of adapters")
+        self._task.add_done_callback(_tell_fault)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -114,3 +115,8 @@ class AdapterKeeper:
         except UnknownModel:
             logger.warning("the adapter %r was gone already", name)
         del self._loaded[name]
+
+
+def _tell_fault(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (fault := task.exception()) is not None:
+        logger.error("the adapters are looked after no more, by a fault of ours", exc_info=fault)
