@@ -17,9 +17,9 @@ pytest.importorskip("playwright")
 
 from playwright.async_api import Browser, Page, expect
 
-from cluster.answers.maker import Service
+from cluster.answers.maker import AnswerMaker, Service
 from cluster.api_settings import ApiSettings
-from cluster.models import single
+from cluster.models import Models, single
 from cluster.web.api import create_app
 from cluster.web.debug_views import RollCall, View
 from tests.browser import CONTRAST, UNLABELLED, chromium, looking_at, needs_chromium
@@ -64,6 +64,10 @@ async def service(
     app = create_app(single(Service(fleet, TEXT, ApiSettings(**settings), inspect=inspect)))
     async with listening(app) as url:
         yield url
+
+
+async def no_view(_num_steps: int) -> RollCall:
+    return RollCall([], [])
 
 
 def fleet_that(script: Any = None) -> FakeFleet:
@@ -128,6 +132,39 @@ async def test_a_conversation_by_keyboard_with_two_answers_goes_on_with_the_chos
         said = TEXT.decode(fleet.requests[1].prompt.tolist())
         assert said.index("hello") < said.rindex("hello") < said.index("you")
         assert "hi there" not in said
+        assert wrong == []
+
+
+async def test_of_several_models_one_is_chosen_and_another_begins_a_new_conversation(browser: Browser) -> None:
+    small, large = fleet_that(says("hi there you")), FakeFleet(replace(ROOMY, name="large"), says("hello", "you"))
+    services = [
+        Service(fleet, TEXT, ApiSettings(served_model_names=(name,)), inspect=no_view)
+        for name, fleet in (("tiny", small), ("large", large))
+    ]
+    app = create_app(Models([AnswerMaker(each) for each in services]))
+    async with listening(app) as url, looking_at(browser, url) as (page, wrong):
+        await expect(page.locator("#model")).to_be_hidden()
+        choice = page.get_by_label("Model", exact=True)
+        await expect(choice.locator("option")).to_have_text(["tiny", "large"])
+        await page.get_by_label("Message").fill("hello")
+        await page.get_by_label("Message").press("Control+Enter")
+        await expect(page.locator(".answer p")).to_have_text("hi there you")
+        await choice.select_option("large")
+        await expect(page.locator(".answer")).to_have_count(0)
+        await page.get_by_label("Message").fill("you")
+        await page.get_by_label("Message").press("Control+Enter")
+        await expect(page.locator(".answer p")).to_have_text("hello")
+        assert (len(small.requests), len(large.requests)) == (1, 1)
+        await page.locator(".token[role=button]").first.click()
+        await eventually(lambda: len(large.requests) == 2)  # a fork is the chosen model's, too
+        assert wrong == []
+        assert await page.evaluate(UNLABELLED) == []
+
+
+async def test_one_model_is_told_and_not_chosen(browser: Browser) -> None:
+    async with service(fleet_that()) as url, looking_at(browser, url) as (page, wrong):
+        await expect(page.locator("#model")).to_have_text("tiny")
+        await expect(page.get_by_label("Model", exact=True)).to_be_hidden()
         assert wrong == []
 
 

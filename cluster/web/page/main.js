@@ -1,11 +1,13 @@
 // Starts the page and keeps it fresh, while somebody can see it.
 import { byId } from "./elements.js";
 import { drawEvents, drawFigures, drawWorkers } from "./fleet.js";
+import { chosenModel, offerModels } from "./models.js";
 import { start, useModel } from "./playground.js";
 import { get, useKey } from "./server.js";
 
 const FLEET_MS = 1000;
 const POOLS_EVERY = 2; // turns: looking through pools costs the workers something
+const MODELS_EVERY = 5; // turns: adapters come and go
 
 let pools = new Map();
 let silent = [];
@@ -37,7 +39,8 @@ async function lookThroughPools(fleet) {
 
 async function refresh() {
   const fleet = await get("debug/fleet");
-  await useModel(fleet.model);
+  if (turn % MODELS_EVERY === 0) await offerModels();
+  await useModel(chosenModel(fleet.model));
   byId("model").textContent = fleet.model;
   if (turn++ % POOLS_EVERY === 0) lookThroughPools(fleet);
   drawFigures(fleet);

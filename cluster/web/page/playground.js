@@ -2,6 +2,7 @@
 // be forked at a token.
 import { Answer } from "./answer.js";
 import { byId, make } from "./elements.js";
+import { whenChosen } from "./models.js";
 import { chat, complete } from "./server.js";
 import { closeSessions, sessionBefore, whyNone } from "./sessions.js";
 
@@ -21,13 +22,22 @@ export function start() {
   });
   byId("stop").addEventListener("click", () => running?.abort());
   byId("fresh").addEventListener("click", () => {
-    running?.abort();
-    turns = [];
-    closeSessions();
-    byId("talk").replaceChildren();
-    byId("timing").textContent = "";
+    beginAnew();
     byId("prompt").focus();
   });
+  whenChosen((name) => {
+    model = name;
+    beginAnew();
+  });
+}
+
+/** What was said belongs to the model that said it: its tokens mean nothing to another one. */
+function beginAnew() {
+  running?.abort();
+  turns = [];
+  closeSessions();
+  byId("talk").replaceChildren();
+  byId("timing").textContent = "";
 }
 
 /** The service is there and answers by this name. */
@@ -72,7 +82,7 @@ async function fork(round, from, at) {
   const answer = new Answer(round.row, `Fork of ${from.label} at token ${at + 1}`);
   answer.keep(from, at);
   const done = await show(round, [answer], async function* (signal) {
-    const { id, tokens } = await sessionBefore(from, at);
+    const { id, tokens } = await sessionBefore(from, at, model);
     answer.session = id;
     for await (const chunk of complete({ model, session_id: id, prompt: tokens, ...wanted }, signal)) {
       for (const choice of chunk.choices) delete choice.prompt_token_ids; // the answer knows more

@@ -17,9 +17,9 @@ export async function whyNone() {
 /**
  * A session for the tokens of `answer` before its `at`-th, and the tokens that it must be given first: a generation
  * needs at least one. Where the answer has a session it is forked; else a new one is given everything, of which the
- * worker still holds the cells.
+ * worker still holds the cells. The session is of `model`.
  */
-export async function sessionBefore(answer, at) {
+export async function sessionBefore(answer, at, model) {
   const tokens = [...answer.prompt, ...answer.ids.slice(0, at)];
   if (answer.session !== null) {
     try {
@@ -30,7 +30,7 @@ export async function sessionBefore(answer, at) {
       if (error.status !== 404) throw error; // it was idle for too long, and is forgotten
     }
   }
-  const { id } = await post("v1/sessions", {});
+  const { id } = await post("v1/sessions", { model });
   opened.push(id);
   return { id, tokens };
 }
