@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.cell_ways import CellWay, Peers, SharedHostMemory
-from planner.planner import Planner
 from planner.request import CellArray, Request, SamplingParams, TokenArray
+from tests.turns import Turns
 from worker.cell_image import CellImage
 from worker.config import EngineConfig
 from worker.executor import limits_for
@@ -54,11 +54,12 @@ class CellWorker:
     """Owner: Ray; one call at a time. Sequences go by the number in which `begin` was given their prompts."""
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
-        self._executor = build_executor(config)
-        self._info = self._executor.info
+        executor = build_executor(config)
+        self._info = executor.info
         self._device = torch.device(self._info.device)
-        self._planner = Planner(limits_for(config, self._info))
-        port = getattr(self._executor, "port", None)
+        self._turns = Turns(limits_for(config, self._info), executor, checked=False)
+        self._planner = self._turns.planner
+        port = getattr(executor, "port", None)
         assert isinstance(port, PoolPort), "an executor over a pool has a port"
         self._port = port
         self._rank = rank
@@ -176,10 +177,8 @@ class CellWorker:
         self.receive_tensor(ForTokens(tokens), rows.view(2 * self._info.num_layers, len(tokens), -1))
 
     def _turn(self) -> None:
-        step = self._planner.plan()
-        assert step is not None, "nothing runs"
-        self._executor.launch(step)
-        for update in self._planner.commit(step, self._executor.collect()):
+        assert self._planner.has_work, "nothing runs"
+        for update in self._turns.turn():
             assert update.error is None, update.error
             number = self._ids.index(update.request_id)
             self._said[number] += update.tokens

@@ -19,7 +19,7 @@ from planner.planner import Planner
 from planner.request import FinishReason, Request, Update
 from planner.slices import Method
 from planner.step import Step
-from tests.fakes import FakeExecutor, expected_tokens, fake_info
+from tests.fakes import FakeExecutor, expected_tokens, fake_info, fake_request
 
 Key = tuple[int, int]
 
@@ -83,6 +83,11 @@ class PlannerLife:
         request_id = self.planner.submit(request)
         self.requests[request_id] = request
         return request_id
+
+    def submit_prompts(self, *num_tokens: int, max_tokens: int = 2) -> None:
+        """One request for each number, with a prompt of so many tokens of its own."""
+        for first, length in enumerate(num_tokens):
+            self.submit(fake_request([(50 + first + position) % 100 for position in range(length)], max_tokens))
 
     def cancel(self, request_id: int, indices: Collection[int] | None) -> None:
         num = self.requests[request_id].n

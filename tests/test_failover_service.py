@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.storm_answers import SAME_LOGPROB, STARTS
 from tests.service_process import ServiceProcess, wait_until
 from tests.service_state import state_of
 from tests.sse_events import events_of
@@ -23,17 +24,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.model, pytest.mark.timeout(700)]
 
 WORKER = "ServeReplica:raycomb:Worker"
 PATIENCE_S = 250.0
-SAME_LOGPROB = 1e-4
 KILLED_WITHIN_S = 150.0
 """Three health checks of 10 s, the service's time to drain and 5 s, and the raylet's patience: 45 s."""
-PROMPTS = (
-    "The capital of France is",
-    "1, 2, 3, 4, 5, 6,",
-    "def fibonacci(n):",
-    "Once upon a time, in a mill by the river,",
-    "Water boils at",
-    "A list of animals:",
-)
 
 
 def the_requests() -> list[dict[str, Any]]:
@@ -42,7 +34,7 @@ def the_requests() -> list[dict[str, Any]]:
     for number in range(12):
         body: dict[str, Any] = {
             "model": "smollm2-135m",
-            "prompt": PROMPTS[number % len(PROMPTS)],
+            "prompt": STARTS[number % len(STARTS)],
             "max_tokens": 24 + 4 * number,
             "temperature": [0.0, 0.7, 1.0][number % 3],
             "n": 1 + number % 3,
