@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.commands.fleet_line import fleet_line
+from cluster.commands.fleet_line import LastTold, fleet_line
 from cluster.config import service_config
 
 
@@ -23,6 +23,19 @@ from cluster.config import service_config
 def test_workers_are_told_beside_those_that_are_wanted(workers: dict[str, int], told: str) -> None:
     config = service_config({"engine": {"model": "m"}, "num_workers": 2})
     assert fleet_line([workers], {"RUNNING": 1}, config) == f"{told}, gateways ready 1/1"
+
+
+def test_a_line_is_told_once_and_again_only_where_somebody_waits_for_the_next() -> None:
+    told = LastTold()
+    assert [told.is_news("0/2", at, again_s=20) for at in (0.0, 1.0, 19.9, 20.0, 21.0)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert told.is_news("1/2", 21.5, again_s=20)
+    assert [told.is_news(line, at) for line, at in (("1/2", 1e6), ("2/2", 1e6), ("2/2", 1e9))] == [False, True, False]
 
 
 def test_workers_of_all_models_count_together() -> None:

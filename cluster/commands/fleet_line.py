@@ -3,7 +3,9 @@ itself."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from cluster.config import ServiceConfig
@@ -12,6 +14,22 @@ States = Mapping[str, int]
 """How many replicas of a deployment are in each of Serve's states."""
 
 _GONE: Final = frozenset({"STOPPING", "STOPPED"})
+
+
+@dataclass(slots=True)
+class LastTold:
+    """The line that was told last, and when. Owner: whoever tells."""
+
+    line: str = ""
+    at: float = -math.inf
+
+    def is_news(self, line: str, now: float, again_s: float = math.inf) -> bool:
+        """Whether to tell `line` at `now`, seconds of any clock: it is another one, or `again_s` have passed. It then
+        counts as told."""
+        if line == self.line and now - self.at < again_s:
+            return False
+        self.line, self.at = line, now
+        return True
 
 
 def fleet_line(workers: Sequence[States], gateways: States, config: ServiceConfig) -> str:

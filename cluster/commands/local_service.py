@@ -24,7 +24,7 @@ from cluster.adapters.store import KvAdapterStore
 from cluster.app import build_application, with_device_decided, worker_deployments
 from cluster.commands.ask import ask, is_ready
 from cluster.commands.deploy_errors import setup_error_in, start_ray
-from cluster.commands.fleet_line import fleet_line
+from cluster.commands.fleet_line import LastTold, fleet_line
 from cluster.commands.stop_signals import StopSignals
 from cluster.commands.terminal import report
 from cluster.config import ServiceConfig, check_gpus
@@ -38,6 +38,8 @@ OBJECT_STORE_BYTES = 80 * 2**20
 """Nothing of ours goes through Ray's object store; this is about the least that Ray takes."""
 POLL_S = 0.25
 WATCH_S = 2.0
+STILL_STARTING_S = 20.0
+"""A line is told again after so long, so that nobody takes a model that loads for a service that hangs."""
 SHUTDOWN_MARGIN_S = 10.0
 DRAIN_NOTICE_S = 2.0
 
@@ -60,7 +62,7 @@ class LocalService:
         self._grpc_port = grpc_port
         self._joins_cluster = bool(os.environ.get("RAY_ADDRESS"))
         self._signals = StopSignals()
-        self._told = ""
+        self._told = LastTold()
 
     @property
     def url(self) -> str:
@@ -195,7 +197,9 @@ class LocalService:
             if overview is None:
                 continue
             _raise_setup_error(overview)
-            self._tell(_line(overview, config), f"{time.monotonic() - started_at:.0f} s")
+            now, line = time.monotonic(), _line(overview, config)
+            if self._told.is_news(line, now, STILL_STARTING_S):
+                report(f"{line} ({now - started_at:.0f} s)")
             if overview.status == "RUNNING" and self._answers():
                 return True
         return False
@@ -208,14 +212,8 @@ class LocalService:
             except (RayError, RayServeException) as error:  # Ray's own part starts anew
                 logger.debug("Serve could not say how the fleet is: %s", error)
                 continue
-            if overview is not None:
-                self._tell(_line(overview, config), time.strftime("%H:%M:%S"))
-
-    def _tell(self, line: str, when: str) -> None:
-        """The fleet's line, unless it is the one that was told last."""
-        if line != self._told:
-            report(f"{line} ({when})")
-            self._told = line
+            if overview is not None and self._told.is_news(line := _line(overview, config), time.monotonic()):
+                report(f"{line} ({time.strftime('%H:%M:%S')})")
 
     def _answers(self) -> bool:
         return is_ready(self.url) and (self.grpc_target is None or is_serving(self.grpc_target))
