@@ -112,7 +112,7 @@ def able(candidates: Candidates, rows: Int64Array) -> Int64Array | Unavailable |
         rates = candidates.column("queue_tokens_per_s")[accepting]
         queues = zip(num_tokens.tolist(), rates.tolist(), strict=True)
         waits_s = [retry_after_s(num_queued, rate or None) for num_queued, rate in queues]
-        return QueueFull(f"the queues of all {len(accepting)} workers are full", retry_after_s=min(waits_s))
+        return QueueFull(f"every worker's queue is full (workers: {len(accepting)})", retry_after_s=min(waits_s))
     return accepting[has_room]
 
 
