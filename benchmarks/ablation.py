@@ -38,8 +38,9 @@ from worker.cuda.decode_plan import AttentionTile, DecodePlan, plan_decode
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.executor import CudaExecutor
 from worker.cuda.graphs import DecodeGraphs, Draw, LaunchedSteps
-from worker.cuda.memory import captured_prefills, warm_up
+from worker.cuda.memory import captured_prefills
 from worker.cuda.prefill import PrefillChain
+from worker.cuda.warm_up import warm_up
 from worker.executor import Executor, ProgramInfo
 from worker.kv_pool import KvPool
 from worker.models.rope_tables import rope_tables

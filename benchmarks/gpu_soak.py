@@ -28,9 +28,10 @@ from worker.attention_op import attention_of
 from worker.cuda.decode import CudaDecode
 from worker.cuda.executor import CudaExecutor
 from worker.cuda.graphs import DecodeGraphs, Draw
-from worker.cuda.memory import captured_prefills, warm_up
+from worker.cuda.memory import captured_prefills
 from worker.cuda.prefill import PrefillChain
 from worker.cuda.swap import PinnedSwap
+from worker.cuda.warm_up import warm_up
 from worker.executor import Executor, ProgramInfo
 from worker.forwards import EagerForwards
 from worker.kernels import CellCopier

@@ -189,7 +189,7 @@ class Memory:
         self.table.adopt(cells_id, resident)
         self.prefixes.evict(max(0, num_new - self.table.free))
         assert self.table.extend({cells_id: num_new}), "cached cells were room and are not"
-        sequence.start(cells_id, copy.end)
+        sequence.start(cells_id, len(resident), num_new)
         self._returning[sequence] = len(resident)
         return True
 

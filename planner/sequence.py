@@ -124,10 +124,11 @@ class Sequence:
         divisor = self.num_prompt if self.family.request.pooling is Pooling.MEAN else 1
         return tuple((self.pooled / np.float32(divisor)).tolist())
 
-    def start(self, cells_id: int, num_cached: int) -> None:
-        """Begin to run on a cell list that already holds `num_cached` tokens."""
+    def start(self, cells_id: int, num_cached: int, num_returning: int = 0) -> None:
+        """Begin to run on a cell list that already holds `num_cached` tokens. The next step fills `num_returning` cells
+        more: whether that went well is known once a chunk behind them is committed, and they with it."""
         self.cells_id = cells_id
-        self.num_computed = self.num_planned = num_cached
+        self.num_computed, self.num_planned = num_cached, num_cached + num_returning
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,7 @@ from worker.cuda.executor import CudaExecutor
 from worker.cuda.graphs import DecodeGraphs, Draw, LaunchedSteps
 from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.prefill import PrefillChain
-from worker.cuda.prefill_graphs import Prefill, PrefillGraphs
+from worker.cuda.prefill_graphs import Prefill, PrefillGraphs, rows_given
 from worker.executor import ProgramInfo
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool, bytes_per_cell
@@ -160,11 +160,11 @@ def cuda_executor(
     )  # fmt: skip
     chain = prefill(PrefillChain(config, model.decoder.weights, model.rotary, pool))
     swap = swap_space(info, pool)
-    captured = _captured(chain, captured_widths, widths[-1], config, pool)
+    captured = _captured(chain, captured_widths, rows_given(info), config, pool)
     adapted = None
     if adapters is not None:
         beside = AdaptedPrefill(chain, adapters, max_prefill_tokens)
-        adapted = Adapted(adapters, beside, _captured(beside, captured_widths, widths[-1], config, pool))
+        adapted = Adapted(adapters, beside, _captured(beside, captured_widths, rows_given(info), config, pool))
     graphs = [each for each in (captured, adapted and adapted.captured) if isinstance(each, PrefillGraphs)]
     growth = PoolGrowth(pool, num_cells, lambda: rebind(pool, decode, swap, graphs))
     port = pool_port(pool, CellLayout.of(info), growth)

@@ -22,6 +22,7 @@ from planner.errors import ForwardFailed  # noqa: E402
 from planner.request import FinishReason, Pooling, Request, SamplingParams, TokenLogprobs, Update  # noqa: E402
 from planner.slices import Method  # noqa: E402
 from tests.cuda_rig import MODELS, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
+from worker.cuda.decode import CudaDecode  # noqa: E402
 from worker.cuda.graphs import LaunchedSteps  # noqa: E402
 from worker.cuda.prefill import PrefillChain  # noqa: E402
 from worker.cuda.prefill_plan import PrefillPlan  # noqa: E402
@@ -202,6 +203,33 @@ def test_forward_without_room_fails_what_it_held_and_nothing_else(model: Model, 
     assert rig.answer(requests) == expected
 
 
+class FullStep:
+    """A decode whose device has no room for one step."""
+
+    def __init__(self, decode: CudaDecode, failing: int) -> None:
+        self._decode, self._failing, self.num_steps = decode, failing, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decode, name)
+
+    def step(self, *args: Any) -> None:
+        self.num_steps += 1
+        if self.num_steps == self._failing:
+            raise torch.OutOfMemoryError("no room for it")
+        self._decode.step(*args)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_decode_without_room_fails_what_it_held_and_not_the_executor(model: Model, depth: int) -> None:
+    requests = [request(prompt) for prompt in prompts(model, (5, 3))]
+    expected = Rig(torch_executor(model)).answer(requests)
+    rig = Rig(cuda_executor(model, around_decode=lambda decode: FullStep(decode, 2)), depth=depth)
+    for news in rig.updates(requests):
+        assert isinstance(news[-1].error, ForwardFailed)
+        assert "the decode did not fit into the GPU's memory" in str(news[-1].error)
+    assert rig.answer(requests) == expected
+
+
 class Lengths:
     """A prefill chain that notes how many tokens each forward was called with."""
 
@@ -237,6 +265,20 @@ def test_captured_prefills_give_the_same_tokens(name: str) -> None:
     padded = {8 if length <= 8 else 32 for length in forwards if length <= 32}
     assert padded == {8, 32}
     assert chains[0].noted[len(captures) :] == eager if not INTERPRETED else set(chains[0].noted) >= {*eager, *padded}
+
+
+def test_prefills_are_captured_for_a_lone_sequence_too(model: Model) -> None:
+    """A prefill selects at least m rows, which are more than may draw at once."""
+    chains: list[Lengths] = []
+
+    def noting(chain: PrefillChain) -> Lengths:
+        chains.append(Lengths(chain))
+        return chains[-1]
+
+    rig = Rig(cuda_executor(model, prefill=noting, widths=(1,), captured_widths=(16,)), max_num_seqs=1)
+    asked = [request(prompt, 1) for prompt in prompts(model, (9, 14))]
+    assert rig.answer(asked) == Rig(torch_executor(model)).answer(asked)
+    assert set(chains[0].noted) == {16}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -20,8 +20,11 @@ pytestmark = pytest.mark.gpu
 
 from planner.errors import ForwardFailed  # noqa: E402
 from planner.request import FinishReason, Request, SamplingParams  # noqa: E402
+from planner.slices import Method, Slice  # noqa: E402
+from planner.step import ChunkOutput, Step, SwapIn  # noqa: E402
 from tests.cuda_rig import Captures, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
 from worker.cuda.graphs import capture_stream, captures  # noqa: E402
+from worker.cuda.warm_up import trial_chunks  # noqa: E402
 from worker.kv_pool import KvPool  # noqa: E402
 
 NUM_TOKENS = 6 if INTERPRETED else 30
@@ -58,6 +61,15 @@ def test_swapped_sequences_come_back_into_a_pool_that_has_moved() -> None:
     rig = Rig(executor, depth=2, min_swapped_cells=4, prefix_caching=False)
     assert rig.answer(asked) == expected
     assert rig.planner.metrics.num_swapped_in > 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="captures graphs")
+def test_a_pool_grows_behind_a_captured_prefill_whose_rows_narrower_ones_have_not() -> None:
+    model = tiny_model()
+    prompt = Request(np.arange(30), NUM_TOKENS, SamplingParams(temperature=0.0))
+    expected = Rig(torch_executor(model)).answer([prompt])
+    executor = cuda_executor(model, num_cells=512, pool=model.pool(40), captured_widths=(8, 32))
+    assert Rig(executor, prefix_caching=False).answer([prompt]) == expected
 
 
 @pytest.mark.skipif(INTERPRETED, reason="captures graphs")
@@ -163,3 +175,19 @@ def test_where_the_pool_cannot_grow_only_those_end_that_need_it() -> None:
     assert isinstance(news[1][-1].error, ForwardFailed)
     pool.is_full = False
     assert rig.answer([first, second]) == expected
+
+
+def test_what_came_back_in_no_cells_of_its_own_needs_none_where_the_pool_cannot_grow() -> None:
+    """All of a preempted sequence may be resident again before its copy is read."""
+    model = tiny_model()
+    pool = model.pool(8, CrampedPool)
+    assert isinstance(pool, CrampedPool)
+    pool.is_full = True
+    executor = cuda_executor(model, num_cells=256, pool=pool, swap_blocks=4)
+    nothing = np.empty(0, np.int32)
+    executor.launch(
+        Step(1, trial_chunks([4, 10]), (Slice(0, 14, Method.PREFILL),), swaps_in=(SwapIn(7, nothing, nothing),))
+    )
+    fits, beyond = executor.collect().outcomes
+    assert isinstance(fits, ChunkOutput)
+    assert isinstance(beyond, ForwardFailed)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from planner.errors import InvalidConfiguration, WorkerLost
+from planner.errors import ForwardFailed, InvalidConfiguration, WorkerLost
 from planner.limits import Limits
 from planner.request import FinishReason, SamplingParams
-from planner.step import Step
+from planner.step import Step, StepResult
 from tests.fakes import expected_tokens, fake_request
 from tests.planner_life import PlannerLife, new_life
 
@@ -114,6 +114,25 @@ def test_a_copy_whose_shared_prompt_is_gone_is_worth_nothing_and_all_is_recomput
     life.finish()
     assert life.ended[2, 0] is FinishReason.LENGTH
     assert life.planner.metrics.num_swapped_in == 0
+
+
+def test_cells_that_did_not_come_back_are_no_prefix_of_others() -> None:
+    """A pool that cannot grow has no room for them, and that a cancelled sequence failed is nobody's news."""
+    life = swapping_life()
+    run_until_swapped_out(life)
+    while not (step := life.launch(None)) or not step.swaps_in:
+        life.settle()
+    (back,) = step.swaps_in
+    computed = [6, 7, 8, 9, *life.tokens[2, 0]][: len(back.cells)]
+    planner = life.planner
+    assert back.sequence_id in {chunk.sequence_id for chunk in step.chunks}
+    planner.cancel(2)
+    planner.commit(step, StepResult([ForwardFailed("the pool has no memory for them")] * len(step.chunks)))
+    planner.check()
+    planner.submit(fake_request([*computed, 1], 1))
+    again = planner.plan()
+    assert again is not None
+    assert [chunk.start for chunk in again.chunks] == [4], "of it all the prompt alone stayed where it was"
 
 
 def test_blocks_of_a_cancelled_sequence_serve_others() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.attention import Span
+from worker.cuda.graphs import Capture, Forward
 from worker.cuda.prefill_graphs import PrefillGraphs
 from worker.cuda.prefill_plan import PrefillPlan, plan_prefill
 from worker.kv_pool import KvPool
@@ -31,10 +32,15 @@ class Looking:
         return tokens[rows].unsqueeze(1)
 
 
-def graphs_over(prefill: Looking, widths: tuple[int, ...] = (16, 64), shared_heads: int = 2) -> PrefillGraphs:
+def graphs_over(
+    prefill: Looking,
+    widths: tuple[int, ...] = (16, 64),
+    shared_heads: int = 2,
+    capture: Capture = lambda forward: forward,
+) -> PrefillGraphs:
     return PrefillGraphs(
         prefill, widths, max_rows=24, shared_heads=shared_heads, pool=KvPool(1, SCRATCH, 1, 1, torch.float32, CPU),
-        capture=lambda forward: forward,
+        capture=capture,
     )  # fmt: skip
 
 
@@ -75,6 +81,21 @@ def test_the_narrowest_width_that_holds_tokens_and_rows_runs(tokens: int, rows: 
     graphs.place(spans_of([(0, tokens)]), np.zeros(tokens, np.int64), [0] * rows)
     assert len(graphs.hidden()) == rows
     assert len(seen.tokens) == seen.plan.num_tokens == width
+
+
+def test_a_pool_that_moved_is_captured_with_rows_that_every_width_has() -> None:
+    """A capture runs the forward once, narrow ones too, and the last replay may have left any rows behind."""
+
+    def capture(forward: Forward) -> Forward:
+        forward()
+        return forward
+
+    graphs = graphs_over(Looking(), capture=capture)
+    graphs.place(spans_of([(0, 60)]), np.arange(60), [59])
+    graphs.hidden()
+    graphs.rebind()
+    graphs.place(spans_of([(0, 20), (0, 10)]), np.arange(30), [19, 29])
+    assert graphs.hidden().tolist() == [[19], [29]]
 
 
 def test_more_tokens_rows_or_cells_than_there_is_room_for_are_not_taken() -> None:

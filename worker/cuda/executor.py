@@ -108,6 +108,11 @@ class CudaExecutor:
     def max_steps_in_flight(self) -> int:
         return 2
 
+    @property
+    def has_lost_any(self) -> bool:
+        """Whether the device had no memory for a sequence that was not dropped yet."""
+        return bool(self._failures)
+
     def prepare(self, request: Request) -> None:
         if request.sampling.grammar is not None:
             self._grammars.prepare(request.sampling.grammar)
@@ -121,7 +126,8 @@ class CudaExecutor:
         with torch.inference_mode():
             run_swaps(self._swap, self._grown_for(step, run))
             if self._is_decode(step):
-                self._launch_decode(run)
+                with self._failures.room_for(run, range(len(step.chunks)), "the decode"):
+                    self._launch_decode(run)
             else:
                 self._failures.refuse(run)
                 for piece_of in step.slices:
@@ -153,8 +159,9 @@ class CudaExecutor:
             num_cells = self._growth.num_cells
             if num_cells >= required:
                 raise  # it grew, and then its steps could not be captured again
-            lost = {back.sequence_id for back in step.swaps_in if back.cells.max() >= num_cells}
-            lost |= {chunk.sequence_id for chunk in step.chunks if chunk.cells[chunk.start :].max() >= num_cells}
+            written = [(back.sequence_id, back.cells) for back in step.swaps_in]
+            written += [(chunk.sequence_id, chunk.cells[chunk.start :]) for chunk in step.chunks]
+            lost = {sequence_id for sequence_id, cells in written if (cells >= num_cells).any()}
             self._failures.lose(lost)
             failed = [index for index, chunk in enumerate(step.chunks) if chunk.sequence_id in lost]
             run.fail(failed, f"the pool has {num_cells} cells and no memory for {required}: {error}")

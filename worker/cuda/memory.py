@@ -7,7 +7,6 @@ widths and runs the widest prefill, and then the device says what is free.
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -19,9 +18,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import InvalidConfiguration
-from planner.request import Adapter, SamplingParams
-from planner.slices import Method, Slice
-from planner.step import Chunk, Step, SwapIn, SwapOut
+from planner.step import SwapIn, SwapOut
 from worker.cell_image import CellLayout
 from worker.cell_rows import cell_dtype
 from worker.config import EngineConfig
@@ -33,8 +30,9 @@ from worker.cuda.graphs import DecodeGraphs, LaunchedSteps, capture_stream
 from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.mover import CudaMover
 from worker.cuda.prefill import PrefillChain
-from worker.cuda.prefill_graphs import PREFILL_WIDTHS, Prefill, PrefillGraphs
+from worker.cuda.prefill_graphs import PREFILL_WIDTHS, Prefill, PrefillGraphs, rows_given
 from worker.cuda.swap import STAGING_CELLS, PinnedSwap
+from worker.cuda.warm_up import warm_up
 from worker.executor import ProgramInfo
 from worker.kernels import CellCopier
 from worker.kv_pool import KvPool
@@ -175,7 +173,8 @@ def captured_prefills(
     if not widths:
         return None
     shared_heads = decoder.config.num_heads // decoder.config.num_kv_heads
-    return PrefillGraphs(prefill, widths, max_rows=info.widths[-1], shared_heads=shared_heads, pool=pool, stream=stream)
+    rows = rows_given(info)
+    return PrefillGraphs(prefill, widths, max_rows=rows, shared_heads=shared_heads, pool=pool, stream=stream)
 
 
 def _copier(pool: KvPool) -> CellCopier:
@@ -197,32 +196,6 @@ def trial_blocks(info: ProgramInfo) -> int:
     """Blocks of a trial's swap: as much of the device's memory as with all, and little of the host's, which takes its
     time to be pinned."""
     return min(info.swap_blocks, max(1, STAGING_CELLS // info.swap_block_cells))
-
-
-def warm_up(executor: CudaExecutor, num_cells: int, adapter: Adapter | None = None) -> None:
-    """Run what is slow or large the first time: the widest prefill that `num_cells` hold with as many draws as there
-    may be, one long chunk beside a lone token, a decode, and prefills with each number of rows; all of it with
-    `adapter`. Leaves nothing behind but what cells hold."""
-    info = executor.info
-    room = min(info.max_prefill_tokens, num_cells)
-    draws = min(info.widths[-1], room)
-    each = min(room // draws, info.context - 1)
-    longest = max(1, min(room, info.context) - 1)
-    batches = [[each] * draws, [longest, 1] if longest < room else [1], [1]]
-    # The library has kernels of its own for each number of rows, and loads them when they are first used.
-    few = min(room, 2 * PREFILL_WIDTHS[-1])
-    for exponent in range(min(draws, few).bit_length()):
-        number = 1 << exponent
-        batches.append([min(few // number, info.context - 1)] * number)
-    held: tuple[int, ...] = ()
-    for number, lengths in enumerate(batches):
-        method = Method.PREFILL if sum(lengths) > 1 else Method.DECODE
-        chunks = trial_chunks(lengths, adapter)
-        executor.launch(Step(number, chunks, (Slice(0, sum(lengths), method),), held))
-        executor.collect()
-        held = tuple(chunk.sequence_id for chunk in chunks)
-    executor.launch(Step(len(batches), (), (), held))
-    executor.collect()
 
 
 def cells_that_fit(make: Callable[[int], object], info: ProgramInfo, device: torch.device, config: EngineConfig) -> int:
@@ -263,21 +236,3 @@ def _free_bytes(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
-
-
-def trial_chunks(lengths: list[int], adapter: Adapter | None = None) -> tuple[Chunk, ...]:
-    """Drawing chunks of these lengths, in the first cells of the pool."""
-    ends = list(itertools.accumulate(lengths))
-    return tuple(
-        Chunk(
-            sequence_id=-end,  # ids of real sequences are positive
-            start=0,
-            length=length,
-            cells=np.arange(end - length, end, dtype=np.int32),
-            tokens=np.zeros(length, dtype=np.int64),
-            samples=True,
-            sampling=SamplingParams(),
-            adapter=adapter,
-        )
-        for length, end in zip(lengths, ends, strict=True)
-    )

@@ -20,11 +20,17 @@ from worker.cuda.fixed_prefill_plan import fixed_plan, fixed_table_size, write_f
 from worker.cuda.graphs import Capture, Forward, captures
 from worker.cuda.prefill_plan import PrefillPlan
 from worker.cuda.staging import StagingRing
+from worker.executor import ProgramInfo
 from worker.kv_pool import KvPool
 
 PREFILL_WIDTHS = (16, 32, 64, 128, 256, 512, 1024)
 # Cells of all chunks of a captured forward together; their list is a megabyte.
 MAX_CELLS = 2**18
+
+
+def rows_given(info: ProgramInfo) -> int:
+    """Rows that captured prefills give: of all that may draw at once, and no fewer than a prefill ever selects."""
+    return max(info.widths[-1], info.min_prefill_tokens)
 
 
 class Prefill(Protocol):
@@ -65,6 +71,7 @@ class PrefillGraphs:
     def rebind(self) -> None:
         """Capture all forwards, again if the pool has moved."""
         self._forwards = {}  # the old graphs' memory serves the new ones
+        self._rows.zero_()  # a capture runs its forward, and a narrow one has not all rows that the last replay had
         capture = self._capture or captures(self._stream)
         for width in reversed(self._widths):
             self._upload_table(width, [])

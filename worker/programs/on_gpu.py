@@ -23,11 +23,12 @@ from worker.cell_image import CellLayout
 from worker.config import EngineConfig
 from worker.cuda.forbid import compile_forbid
 from worker.cuda.graphs import Capture, capture_stream, captures
-from worker.cuda.memory import cells_that_fit, pinned_swap, trial_blocks, trial_chunks
+from worker.cuda.memory import cells_that_fit, pinned_swap, trial_blocks
 from worker.cuda.mover import CudaMover
 from worker.cuda.prefill_graphs import PREFILL_WIDTHS
 from worker.cuda.row_draws import RowDraws
 from worker.cuda.swap import PinnedSwap
+from worker.cuda.warm_up import trial_chunks
 from worker.executor import ProgramInfo
 from worker.forwards import Forwards
 from worker.kv_pool import KvPool
