@@ -146,6 +146,7 @@ async def test_of_several_models_one_is_chosen_and_another_begins_a_new_conversa
         await expect(page.locator("#model")).to_be_hidden()
         choice = page.get_by_label("Model", exact=True)
         await expect(choice.locator("option")).to_have_text(["tiny", "large"])
+        await expect(page.get_by_role("heading", name="w1: tiny")).to_be_visible()
         await page.get_by_label("Message").fill("hello")
         await page.get_by_label("Message").press("Control+Enter")
         await expect(page.locator(".answer p")).to_have_text("hi there you")

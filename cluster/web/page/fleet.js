@@ -41,6 +41,7 @@ export function drawWorkers(fleet, pools, silent) {
   const cards = new Map([...parent.children].map((card) => [card.dataset.worker, card]));
   const drawn = fleet.workers.map((worker) => {
     const card = cards.get(worker.worker) ?? newCard(worker.worker);
+    card.children[0].textContent = fleet.models.length > 1 ? `${worker.worker}: ${worker.model}` : worker.worker;
     fillCard(card, worker, pools.get(worker.worker), silent.includes(worker.worker));
     return card;
   });
