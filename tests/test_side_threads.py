@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+from pydantic import BaseModel
 
 from cluster.language.side_threads import SideThreads
 from planner.errors import QueueFull
@@ -15,6 +16,19 @@ async def test_short_work_stays_on_the_loop_and_long_work_leaves_it() -> None:
     threads = SideThreads(inline_size=10, num_threads=1, max_waiting=0)
     assert await threads.run(10, threading.get_ident) == threading.get_ident()
     assert await threads.run(11, threading.get_ident) != threading.get_ident()
+
+
+async def test_work_is_as_long_as_everything_in_it() -> None:
+    class Said(BaseModel):
+        text: str
+        more: list[dict[str, str]]
+
+    threads = SideThreads(inline_size=100, num_threads=1, max_waiting=0)
+    assert threads.size_of("abc", None, 1) == 5
+    assert threads.size_of(Said(text="abc", more=[{"de": "f"}])) == 7
+    assert threads.size_of([Said(text="", more=[{"a": "x" * 98}])]) > 100
+    assert threads.size_of({"deep": [[{"deeper": "x" * 101}]]}) > 100
+    assert threads.size_of([[]] * 101) > 100
 
 
 async def test_the_line_is_bounded_and_moves_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +222,25 @@ def test_metaspace_tokenizers_are_read(tmp_path: Path) -> None:
     tokenizer.decoder = decoders.Metaspace()
     text = load_text(folder(tmp_path, tokenizer))
     assert text.decode(text.encode("hello world")) == "hello world"
+
+
+def test_a_long_text_is_tokenised_beside_other_work() -> None:
+    """The interpreter lock is free meanwhile: else every stream of a gateway would stand still for a long prompt."""
+    ended, num_turns = threading.Event(), 0
+
+    def work() -> None:
+        nonlocal num_turns
+        while not ended.wait(0.001):
+            num_turns += 1
+
+    beside = threading.Thread(target=work)
+    beside.start()
+    try:
+        before = num_turns
+        ids = TEXT.encode("hello wor" * 60_000)
+        during = num_turns - before
+    finally:
+        ended.set()
+        beside.join()
+    assert len(ids) > 100_000
+    assert during > 20

@@ -15,7 +15,7 @@ from cluster.answers.beam import BeamAnswer
 from cluster.answers.choice import TextRules
 from cluster.answers.prompts import EncodedPrompt, PromptEncoder
 from cluster.answers.requests import ChoicePlan, Extras, on_terms, plan_chat, plan_completion, served_name, text_rules
-from cluster.answers.structured import Form, FormReader, requested_form
+from cluster.answers.structured import Form, FormReader, form_fields
 from cluster.answers.talk import plan_talk
 from cluster.api_settings import ApiSettings
 from cluster.headers import Terms, terms
@@ -133,7 +133,7 @@ class AnswerMaker:
         terms.record.note_model(name)
         text = self.service.text
         prompts = await self.prompts.completion(body, model.context)
-        extras = await self._extras(body, requested_form(body))
+        extras = await self._extras(body, await self._forms.requested(body))
         plans = plan_completion(body, prompts, model, text.eos_ids, self.service.settings, extras)
         plans = on_terms(terms, plans, adapter)
         if body.use_beam_search:
@@ -161,7 +161,7 @@ class AnswerMaker:
             deltas = await self.prompts.completion(body, model.context)
         if len(deltas) > 1:
             raise InvalidRequest("a session takes one prompt at a time", param="prompt")
-        extras = await self._extras(body, requested_form(body))
+        extras = await self._extras(body, await self._forms.requested(body))
         delta = deltas[0].ids
         turn = await self.sessions.begin(session_id, account, delta, body.max_tokens, model.context)
         if session.is_empty and turn.history:  # somebody was faster, and the delta was encoded as a beginning
@@ -186,7 +186,8 @@ class AnswerMaker:
         terms.record.note_model(name)
         text = self.service.text
         prompt = await self.prompts.chat(body, model.context)
-        talk = plan_talk(body, text, prompt.ids)
+        size = self.threads.size_of(body.tools, *form_fields(body))
+        talk = await self.threads.run(size, lambda: plan_talk(body, text, prompt.ids))
         for part in talk.parts:
             await self._forms.checked(part)
         extras = await self._extras(body, talk.form)
@@ -202,7 +203,7 @@ class AnswerMaker:
 
     async def _extras(self, body: GenerationBody, form: Form | None) -> Extras:
         """Raises `InvalidRequest` where the form cannot be kept to."""
-        return Extras(await self._forms.checked(form), self.prompts.bad_words(body.bad_words))
+        return Extras(await self._forms.checked(form), await self.prompts.bad_words(body.bad_words))
 
     async def token_ids(self, body: TokenizeTextBody | TokenizeChatBody) -> list[int]:
         """Token ids of a text or of a conversation's prompt."""

@@ -74,7 +74,8 @@ class PromptEncoder:
             self._refuse_hopeless(text, context, "messages")
             return self._text.encode(text, add_special_tokens=add_special_tokens)
 
-        return await self._threads.run(sum(len(message.text) for message in body.messages), write)
+        size = self._threads.size_of(body.messages, body.tools, body.chat_template_kwargs)
+        return await self._threads.run(size, write)
 
     async def ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of one text."""
@@ -91,8 +92,11 @@ class PromptEncoder:
         bare = self._text.encode("", add_special_tokens=special)
         return EncodedPrompt(ids, text, num_added=len(bare) if ids[: len(bare)] == bare else 0)
 
-    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as tokens, at the head of a text, behind a space and in the middle of a text."""
+        return await self._threads.run(sum(map(len, words)), lambda: self._spelled(words))
+
+    def _spelled(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             spelled = (self._text.encode(one, add_special_tokens=False) for one in (word, f" {word.lstrip()}"))

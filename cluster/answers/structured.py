@@ -52,6 +52,10 @@ class FormReader:
         self._threads = threads
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
+    async def requested(self, body: Structured) -> Form | None:
+        """As `requested_form`, off the event loop where that takes long."""
+        return await self._threads.run(self._threads.size_of(*form_fields(body)), lambda: requested_form(body))
+
     async def checked(self, form: Form | None) -> str | None:
         """The form's grammar; None for none. Raises `InvalidRequest` that names the field, and of a schema the part,
         that cannot be kept to."""
@@ -65,6 +69,12 @@ class FormReader:
                 self._known.popitem(last=False)
         self._known.move_to_end(digest)
         return form.grammar
+
+
+def form_fields(body: Structured) -> list[object]:
+    """What of a body forms are made of."""
+    guided = (body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+    return [body.response_format, body.structured_outputs, *guided]
 
 
 def requested_form(body: Structured) -> Form | None:
@@ -115,9 +125,11 @@ def check_form(form: Form) -> None:
 
 
 def _form(param: str, name: str, value: Any) -> Form:
+    if name == "json":
+        return json_form(param, value)
+    if (length := sum(map(len, value))) > MAX_GRAMMAR:  # before it is read, which may take a thousand times as long
+        raise InvalidRequest(f"{param} has {length} characters; at most {MAX_GRAMMAR} are allowed", param=param)
     match name:
-        case "json":
-            return json_form(param, value)
         case "regex":
             return _sized(Form(param, LLMatcher.grammar_from_regex(value)))
         case "choice":

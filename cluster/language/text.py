@@ -74,10 +74,14 @@ class TextModel:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens spelled out in it are recognised. Releases the interpreter lock."""
         if self._added is None or not add_special_tokens:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            return ids
-        inner = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return [*self._added.before, *inner, *self._added.after]
+            return self._ids(text, add_special_tokens=add_special_tokens)
+        return [*self._added.before, *self._ids(text, add_special_tokens=False), *self._added.after]
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # The library's `encode` of one text holds the interpreter lock until it is done, and finds offsets besides.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode_after(self, text: str) -> list[int]:
         """Token ids of a text that follows another one: without the space that some vocabularies put before it."""
