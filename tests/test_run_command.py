@@ -261,7 +261,7 @@ def test_the_command_answers_reports_and_says_by_its_exit_code_whether_all_went_
     model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, output, report = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "report.json"
-    prompts.write_text('{"id": 1, "prompt": "Hi", "max_tokens": 3}\n\n{"id": 2, "prompt": "Ho", "max_tokens": 4}\n')
+    prompts.write_text('{"id": 1, "prompt": "Hi", "max_tokens": 3}\n\n{"id": 2, "prompt": "Yo", "max_tokens": 4}\n')
     args = run_args(model_path, prompts, output, "--report", str(report), "--max-num-seqs", "4")
     assert run_command.execute(args) == 0
     assert [json.loads(line)["id"] for line in output.read_text().splitlines()] == [1, 2]
