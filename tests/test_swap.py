@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from planner.errors import InvalidConfiguration
 from planner.step import Step, SwapIn, SwapOut
 from tests.tiny_models import greedy_answer, save_tiny_model
 from tests.torch_rig import Rig, executor_of, load, request
@@ -71,3 +72,11 @@ def test_swap_space_is_what_the_configuration_says(tmp_path: Path, space: float 
     executor = build_executor(EngineConfig(model=str(tmp_path), device="cpu", num_threads=1, swap_space=space))
     assert executor.info.swap_blocks == num_blocks
     executor.close()
+
+
+@pytest.mark.parametrize("space", [2.0**30, 1e300])
+def test_more_swap_space_than_the_machine_has_memory_is_refused(tmp_path: Path, space: float) -> None:
+    save_tiny_model("llama", tmp_path)
+    with pytest.raises(InvalidConfiguration, match="this machine's memory has") as refused:
+        build_executor(EngineConfig(model=str(tmp_path), device="cpu", num_threads=1, swap_space=space))
+    assert refused.value.param == "swap_space"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from planner.errors import InvalidConfiguration
 from worker.cell_rows import SCALED, row_shape, storage_dtype
+from worker.machine import host_bytes
 
 
 class KvPool:
@@ -80,7 +79,7 @@ def _cells(num_layers: int, num_cells: int, row: tuple[int, int], dtype: torch.d
 
 def _check_memory(num_cells: int, num_bytes: int) -> None:
     """On a CPU memory is given when it is first written to: a pool that can never be filled would be found too late."""
-    there_are = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there_are = host_bytes()
     if num_bytes > there_are:
         raise InvalidConfiguration(
             f"a pool of {num_cells} cells takes {num_bytes} bytes, and this machine's memory has {there_are}: lower "

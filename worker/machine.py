@@ -30,6 +30,11 @@ def default_cells(context: int, cell_bytes: int, device: torch.device) -> int:
     return max(1, min(_DEFAULT_CONTEXTS * context, affordable))
 
 
+def host_bytes() -> int:
+    """Of the machine's memory, whoever has it now."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -38,4 +43,4 @@ def _free_bytes(device: torch.device) -> int:
     for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host_bytes()

@@ -20,7 +20,7 @@ from worker.forwards import Forwards
 from worker.kv_pool import KvPool, bytes_per_cell
 from worker.lora import LoraSlots
 from worker.lora_forwards import LoraForwards
-from worker.machine import choose_device, default_cells
+from worker.machine import choose_device, default_cells, host_bytes
 from worker.masks import MaskMaker, NoMasks
 from worker.models.config import ModelConfig, read_config
 from worker.models.decoder import Decoder
@@ -33,7 +33,7 @@ from worker.pool_port import PoolPort, TorchMover
 from worker.programs.metadata import SUFFIX
 from worker.quantize import quantize_weights, quantizer
 from worker.settings_check import check_settings, context_of, min_prefill_of
-from worker.swap import HostSwap, blocks_in
+from worker.swap import GIB, HostSwap, blocks_in
 from worker.torch_executor import TorchExecutor
 from worker.vocabulary import VocabularySource
 
@@ -135,6 +135,7 @@ def load_program(
     check_settings(config, model.context, "cuda" if device.type == "cuda" else "cpu")
     dtype = _dtype(config, model, device)
     context, least = context_of(config, model.context), min_prefill_of(config)
+    space = swap_space(config, device)
     become = quantizer(config.quantization) if see_weights is None else as_it_is
     try:
         weights = _weights(config, model, source, dtype, device, keep_blocks, become)
@@ -164,7 +165,7 @@ def load_program(
         weight_bytes=weights.bytes_read,
         cell_dtype=cells,
         num_block_matrices=len(weights.kept_in_blocks),
-        swap_blocks=blocks_in(swap_space(config, device), SWAP_BLOCK_CELLS, cell_bytes),
+        swap_blocks=blocks_in(space, SWAP_BLOCK_CELLS, cell_bytes),
         vector_size=model.hidden_size,
     )
     return Program(info, Decoder(model, weights, context))
@@ -219,7 +220,12 @@ def _cells_named(config: EngineConfig, dtype: torch.dtype) -> str | None:
 
 
 def swap_space(config: EngineConfig, device: torch.device) -> float:
-    """GiB of host memory for preempted sequences."""
-    if config.swap_space is not None:
-        return config.swap_space
+    """GiB of host memory for preempted sequences. Raises `InvalidConfiguration` for more than this machine has, which
+    would end it: on a GPU all of it is pinned at the start."""
+    if (asked := config.swap_space) is not None:
+        if (there_are := host_bytes() / GIB) < asked:
+            raise InvalidConfiguration(
+                f"swap_space is {asked:g} GiB, and this machine's memory has {there_are:.1f}", param="swap_space"
+            )
+        return asked
     return GPU_SWAP_SPACE if device.type == "cuda" else CPU_SWAP_SPACE

@@ -16,7 +16,7 @@ from planner.request import CellArray
 from planner.step import Step, SwapIn, SwapOut
 from worker.kv_pool import KvPool
 
-_GIB = 1 << 30
+GIB = 1 << 30
 
 
 class SwapSpace(Protocol):
@@ -44,7 +44,7 @@ def run_swaps(space: SwapSpace | None, step: Step) -> None:
 
 def blocks_in(gib: float, block_cells: int, cell_bytes: int) -> int:
     """Whole blocks that so much host memory holds."""
-    return int(gib * _GIB) // (block_cells * cell_bytes)
+    return int(gib * GIB) // (block_cells * cell_bytes)
 
 
 class HostSwap:

@@ -56,7 +56,10 @@ def warm_up(executor: WarmedUp, num_cells: int, adapter: Adapter | None = None) 
         executor.launch(Step(number, chunks, (Slice(0, sum(lengths), method),), held))
         executor.collect()
         if executor.has_lost_any:
-            raise torch.OutOfMemoryError(f"a step of {sum(lengths)} tokens in {len(lengths)} chunks has no room")
+            raise torch.OutOfMemoryError(
+                f"a step of {sum(lengths)} tokens in {len(lengths)} chunks has no room; lower max_prefill_tokens or "
+                "max_num_seqs"
+            )
         held = tuple(chunk.sequence_id for chunk in chunks)
     executor.launch(Step(len(batches), (), (), held))
     executor.collect()
