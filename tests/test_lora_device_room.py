@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from planner.errors import InvalidAdapter
 from tests.lora_rig import random_matrices
 from worker.cuda.lora_room import DeviceLoraRoom
 from worker.models.config import ModelConfig
@@ -87,3 +88,15 @@ def test_numbers_are_the_models_own() -> None:
     packed = room.pack(random_matrices(MODEL, 1, (4,), layers=1))
     assert packed.sites[Site.QKV].ups.dtype == room.sites[Site.QKV].ups.dtype == torch.bfloat16
     room.fill(0, packed)
+
+
+@pytest.mark.parametrize("half", ["down", "up"])
+def test_numbers_beyond_the_rooms_dtype_are_refused_with_their_place(half: str) -> None:
+    """Half precision ends at 65,504, and an adapter's scale may take its numbers beyond."""
+    room = DeviceLoraRoom(MODEL, 1, 4, torch.float16, CPU)
+    matrices = random_matrices(MODEL, 1, (4,), layers=2)
+    room.pack(matrices)
+    pair = next(pair for pair in matrices.products[1, Site.QKV] if pair is not None)
+    getattr(pair, half)[0, 0] = 1e5
+    with pytest.raises(InvalidAdapter, match="layer 1 has numbers at qkv, scale included, that float16"):
+        room.pack(matrices)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from planner.errors import InvalidAdapter
 from worker.models.config import ModelConfig
 from worker.models.lora import LoraMatrices, LowRank, Site, SiteShape, site_shapes
 
@@ -100,7 +101,8 @@ class DeviceLoraRoom:
         self.sizes = {site: SiteSizes.of(shape, self.sites[site]) for site, shape in self.shapes.items()}
 
     def pack(self, matrices: LoraMatrices) -> PackedLora:
-        """On any thread. Matrices have no rank over the room's."""
+        """On any thread. Matrices have no rank over the room's. Raises `InvalidAdapter` where a number is more than the
+        room's dtype holds: it would be infinite in every answer."""
 
         def zeros(*sizes: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(self.num_layers, *sizes, dtype=dtype, pin_memory=self.device.type == "cuda")
@@ -109,7 +111,14 @@ class DeviceLoraRoom:
             site: SiteMatrices.made(shape, self.room_rank, self.dtype, zeros) for site, shape in self.shapes.items()
         }
         for (layer, site), pairs in matrices.products.items():
-            _lay_out(packed[site], layer, pairs, self.shapes[site].outputs)
+            into = packed[site]
+            _lay_out(into, layer, pairs, self.shapes[site].outputs)
+            if not (into.downs[layer].isfinite().all() and into.ups[layer].isfinite().all()):
+                name = str(self.dtype).removeprefix("torch.")
+                raise InvalidAdapter(
+                    f"layer {layer} has numbers at {site.name.lower()}, scale included, that {name} does not hold",
+                    param="lora_path",
+                )
         return PackedLora(matrices.revision, packed)
 
     def fill(self, slot: int, packed: PackedLora) -> None:
