@@ -105,6 +105,13 @@ def lone_product(x: Tensor, matrix: PackedMatrix, tile: GemvTile) -> Tensor:
     return residual
 
 
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4])
+def test_no_rows_are_multiplied_to_no_rows(pack: Pack) -> None:
+    matrix = pack(torch.randn(64, 96, device=DEVICE).to(DTYPE))
+    found = product_of_rows(torch.empty(0, 96, dtype=DTYPE, device=DEVICE), matrix)
+    assert (found.shape, found.dtype, found.device.type) == ((0, 64), DTYPE, DEVICE.type)
+
+
 def exact_values(matrix: PackedMatrix) -> Tensor:
     """float64, not rounded to the type that the matrix stands for, as the kernels of one row do not round them."""
     return PackedMatrix(matrix.bits, matrix.codes, matrix.scales, torch.float32).values().double()

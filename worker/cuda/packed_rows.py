@@ -19,6 +19,8 @@ from worker.cuda.packed_tiles import product_tile
 def product_of_rows(x: Tensor, matrix: PackedMatrix) -> Tensor:
     """x [T, K] times the matrix [N, K] transposed: [T, N], of x's dtype; float32 sums. Waits for nothing."""
     num_rows, (num_columns, depth) = len(x), matrix.shape
+    if num_rows == 0:  # of the last layer, where a chunk in the middle of a prompt draws nothing
+        return x.new_empty(0, num_columns)
     tile = product_tile(matrix.bits, num_rows, num_columns, depth)
     if tile is None or (x.is_cuda and x.dtype == torch.float32):  # of which the tensor cores have no exact products
         return functional.linear(x, unpacked(matrix))
