@@ -115,10 +115,12 @@ class Host:
         enter = ["nsenter", "--target", str(self.one.pid), "--all", "--wdns=/root", "bash", "--login", "-c", line]
         environment = {"HOME": "/root", "PATH": os.environ["PATH"], "TERM": "dumb"}
         out, both = subprocess.PIPE, subprocess.STDOUT
-        done = subprocess.run(
-            enter, env=environment, stdout=out, stderr=both, text=True, timeout=timeout_s, check=False
-        )
-        return done.returncode, done.stdout
+        try:
+            done = subprocess.run(enter, env=environment, stdout=out, stderr=both, timeout=timeout_s, check=False)
+        except subprocess.TimeoutExpired as cut:
+            printed = (cut.output or b"").decode(errors="replace")
+            raise TimeoutError(f"{line}: not over after {timeout_s:g} s\n{printed}") from cut
+        return done.returncode, done.stdout.decode(errors="replace")
 
 
 class Lan:

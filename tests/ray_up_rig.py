@@ -21,6 +21,8 @@ APPLICATIONS: Final = "http://127.0.0.1:8265/api/serve/applications/"
 NOT_COPIED: Final = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "*.egg-info")
 PIP_SETTINGS: Final = "[global]\nno-index = true\ndisable-pip-version-check = true\nno-build-isolation = false\n"
 SCRIPTS: Final = ("ray", "serve")
+DOCTOR_S: Final = 240
+"""How long the doctor waits for hosts, so that a test hears of one that does not come before it gives up itself."""
 KEY_NAMES: Final = ("host_key", "id_ed25519")
 
 
@@ -75,6 +77,7 @@ class RayUp:
                 "head_ip: 10.0.0.1": f"head_ip: {self.head.address}",
                 "worker_ips: [10.0.0.2, 10.0.0.3]": f"worker_ips: [{one.address}, {two.address}]",
                 "ssh_user: ubuntu": "ssh_user: root",
+                "--wait 600": f"--wait {DOCTOR_S}",
             },
         )
         self.fill_in("deploy/serve.yaml", {"model: smollm2-135m": f"model: {model}"})
@@ -101,6 +104,10 @@ class RayUp:
 
     def on_head(self, line: str, timeout_s: float) -> str:
         return self.at_desk(f"ray exec {CLUSTER} {shlex.quote(line)}", timeout_s)
+
+    def autoscaler_log(self) -> str:
+        """What Ray wrote on the head while it made the other hosts join."""
+        return self.head.run("tail -n 200 /tmp/ray/session_latest/logs/monitor.*", 30)[1]
 
     def application_status(self) -> str:
         """What Serve says of the application: RUNNING once everything that was asked for is ready."""
