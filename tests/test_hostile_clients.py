@@ -18,8 +18,8 @@ from tests.grpc_desk import grpc_desk
 from tests.http_desk import MODEL, desk, says
 from tests.listening import listening
 
-LEAST_RATIO = 0.6
-"""The bar is 0.9 on a quiet machine; here something else may run meanwhile."""
+LEAST_RATIO = 0.4
+"""The bar is 0.9 on a quiet machine; here something else may run in one of two spans of three seconds."""
 
 
 @pytest.mark.cluster
