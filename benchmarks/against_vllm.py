@@ -2,9 +2,9 @@
 """Raycomb's engine, vLLM's and transformers' continuous batching on one GPU: the same loads, one side a process.
 
 Random weights, bfloat16, greedy, no prefix cache. `decode`: B prompts of 128 tokens, the time for 257 tokens less the
-time for one, the faster of two each. `mixed`: 256 prompts of 100..1024 tokens, answers of 100..1024, at once, one run.
-`prefill`: 64 prompts of 2,048 tokens, one token each, one run. Each side needs only its own packages, so run it in its
-own environment; the last command puts the sides together, with ratios (above 1: Raycomb is faster) and floors.
+time for one. `mixed`: 256 prompts of 100..1024 tokens, answers of 100..1024, at once. `prefill`: 64 prompts of 2,048
+tokens, one token each. Every load runs twice, and the faster run counts. Each side needs only its own packages, so run
+it in its own environment; the last command puts the sides together, with floors and ratios (above 1: ours is faster).
 
     python -m benchmarks.against_vllm raycomb qwen3-0.6b --output ours.json
     python -m benchmarks.against_vllm vllm qwen3-0.6b --output theirs.json
@@ -73,9 +73,11 @@ def loads_s(seconds: Seconds, vocab_size: int, batch_sizes: Sequence[int]) -> di
         figures[f"decode{batch}_ms"] = (full - one) / 256 * 1e3
         print(batch, figures[f"decode{batch}_ms"], flush=True)
     mixed = workload.mixed(256, (100, 1024), vocab_size=vocab_size, seed=SEED)
-    figures["mixed256_tok_s"] = workload.total_output(mixed) / seconds(mixed)
+    runs_s = [seconds(mixed) for _ in range(2)]
+    figures["mixed256_tok_s"] = workload.total_output(mixed) / min(runs_s)
+    figures["mixed256_first_tok_s"] = workload.total_output(mixed) / runs_s[0]
     prefill = uniform(64, 2048, 1)
-    figures["prefill_tok_s"] = workload.total_input(prefill) / seconds(prefill)
+    figures["prefill_tok_s"] = workload.total_input(prefill) / faster(prefill)
     print(figures, flush=True)
     return figures
 

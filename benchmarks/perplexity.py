@@ -55,7 +55,7 @@ def main() -> None:
         for name, chunk in (("whole", len(tokens)), ("chunks", CHUNK)):
             config = EngineConfig(
                 model=os.fspath(path), device=options.device, dtype="bfloat16", quantization=kind, max_model_len=512,
-                max_cells=1024, max_num_seqs=4, max_prefill_tokens=512, prefill_chunk_tokens=chunk, swap_space=0,
+                max_cells=1024, max_num_seqs=4, max_prefill_tokens=512, max_num_batched_tokens=chunk, swap_space=0,
             )  # fmt: skip
             executor = build_executor(config)
             figures[kind][name] = perplexity(executor, config, tokens)

@@ -27,6 +27,7 @@ from benchmarks.record import record
 
 PROMPT = list(range(100, 132))
 ROWS = (1, 8)
+STARTS = ("model", "program", "program without graphs", "compile")
 NUM_STEPS = 32
 
 
@@ -173,6 +174,7 @@ def in_a_process(task: str, subject: Subject, environment: Mapping[str, str]) ->
         json.dumps(asdict(subject)),
     ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **environment})
+    print(task, done.stdout, file=sys.stderr, flush=True)
     return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
 
 
@@ -192,13 +194,16 @@ def measured(subject: Subject, args: argparse.Namespace, folder: Path) -> dict[s
     figures["program_bytes"] = Path(subject.program).stat().st_size
     if not on_gpu and args.shape is None:
         figures["same_tokens"] = run("compare", "none")
-    for start in ("model", "program"):
-        figures[start] = [run(start, "none") for _ in range(args.repeats)]
-    if on_gpu:
-        figures["program without graphs"] = [run("program without graphs", "none")]
-    compiled = ("compile", *(["compile again"] if on_gpu else [])) if args.quantization == "none" else ()
-    for name in compiled:  # torch.compile does not see through quantized matrices
-        figures[name] = [run("compile", "compiled")]
+    for start in args.starts:
+        if start in ("model", "program"):
+            figures[start] = [run(start, "none") for _ in range(args.repeats)]
+        elif start == "program without graphs" and on_gpu:
+            figures[start] = [run(start, "none")]
+        # torch.compile does not see through quantized matrices.
+        elif start == "compile" and args.quantization == "none":
+            figures[start] = [run("compile", "compiled")]
+            if on_gpu:
+                figures["compile again"] = [run("compile", "compiled")]
     return figures
 
 
@@ -235,6 +240,7 @@ def main() -> None:
     parser.add_argument("--program", type=Path, help="exported before; made and thrown away if not given")
     parser.add_argument("--keep", action="store_true", help="write the result to benchmarks/results")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS), help="in this order")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     parser.add_argument("--subject", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -121,6 +121,15 @@ def _first_cells(
 
 
 @triton.jit
+def _in_flight(x):
+    """The same numbers, by an instruction that the compiler moves past no wait: what loads them is then not waited for
+    in front of it."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=32 // x.dtype.primitive_bitwidth
+    )
+
+
+@triton.jit
 def older_cells(
     q, largest, total, acc, cells, k_heads, v_heads, begin, end, dims, scale,
     CELL: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -252,6 +261,8 @@ def attention_kernel(
     if idle:
         return
 
+    if FIRST and PDL:
+        first_k, first_v = _in_flight(first_k), _in_flight(first_v)
     valid = dims < D
     q, k, v = _new_token(
         qkv, row * COLUMNS, kv_head, heads, dims, mine, bias, q_norm, k_norm, cos, sin, position, split_stride, eps,

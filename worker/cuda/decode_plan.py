@@ -156,7 +156,7 @@ def _attention(shape: DecodeShape, width: int) -> AttentionTile:
     small = shape.hidden <= _SMALL
     if width == 1:
         most = max(1, _LONE_PROGRAMS // shape.num_kv_heads)
-        splits = min(16 if small else 32, 1 << (most.bit_length() - 1))
+        splits = min(16, 1 << (most.bit_length() - 1))
         return AttentionTile(splits, block=64, warps=8, stages=1, share=32 if small else 16)
     if width <= 4:
         return AttentionTile(splits=8, block=64, warps=4, stages=1, share=64)
@@ -188,7 +188,7 @@ def _gemv(shape: DecodeShape, small: bool) -> GemvTiles | None:
         down = tile(shape.hidden, shape.ffn, 4, 1024, 4, early=True)
         head = tile(0, shape.hidden, 16, 1024, 4)
     else:
-        qkv = tile(shape.qkv_columns, shape.hidden, 4, 2048, 4)
+        qkv = tile(shape.qkv_columns, shape.hidden, 4, 2048, 4, early=True)
         gate_up = tile(shape.ffn, shape.hidden, 2, 2048, 4)
         down = tile(shape.hidden, shape.ffn, 4, 2048, 4, early=True)
         head = tile(0, shape.hidden, 4, 2048, 4)

@@ -87,7 +87,7 @@ def packed_gemv_tiles(shape: DecodeShape, bits: int) -> GemvTiles | None:
     if qkv is None or o is None or gate_up is None or down is None or head is None:
         return None
     o, gate_up, down = (replace(each, early=True) for each in (o, gate_up, down))
-    return GemvTiles(qkv, o, gate_up, down, head)
+    return GemvTiles(replace(qkv, early=bits == 4), o, gate_up, down, head)
 
 
 def gemv_tile(bits: int, num_columns: int, depth: int) -> GemvTile | None:
