@@ -4,7 +4,7 @@
 prompts of mixed lengths that often begin alike, with forks, cancels, penalties, log probabilities and draws; cells run
 out all the time, so sequences are swapped, recomputed and evicted. At the end cells are conserved, neither device nor
 host memory has grown, nothing was captured again, and answers equal those of an undisturbed run on the GPU and, some of
-them, those of the CPU's executor. Any breach is an AssertionError.
+them, those of the CPU's executor. Any breach is an AssertionError. Kernels that were compiled under way are told.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from benchmarks.record import record
@@ -70,10 +71,13 @@ def main() -> None:
     executor = cuda_executor(gpu, NUM_CELLS, captures, swap_blocks=64)
     soak = Soak(executor, captures, random.Random(options.seed))
     print(f"ready, {time.monotonic() - began:.0f} s", flush=True)
+    late: list[str] = []
+    triton.knobs.compilation.listener = lambda **told: late.append(told["src"].name)
     soak.run(options.seconds)
+    triton.knobs.compilation.listener = None
     print(f"{soak.num_ended} sequences ended, {time.monotonic() - began:.0f} s", flush=True)
     figures = soak.figures()
-    figures["compared"] = compare(soak, gpu, cpu)
+    figures |= {"compared": compare(soak, gpu, cpu), "kernels_compiled_under_way": late}
     config = {
         "device": torch.cuda.get_device_name(), "seconds": options.seconds, "seed": options.seed, "cells": NUM_CELLS,
         "max_num_seqs": MAX_SEQS, "context": CONTEXT, "dtype": "float32", "swap_blocks": 64, "swap_block_cells": 32,

@@ -3,15 +3,16 @@
 Every figure is of a process of its own, from before torch is imported to the first token of a prompt, then decodes of
 one and of eight sequences. On a CPU the program is also compared with the eager model, token by token, under each
 schedule: alone, batched, in chunks, preempted, forked. `--device cuda --shape qwen3-0.6b` needs no model: its weights
-are random, and `--layers` bounds how long compiling takes. What compiles at the start (without quantization only) does
-so with an empty cache, and once more with what the first time left there. Needs the test tree (for its rig) and a C++
-compiler.
+are random, and `--layers` bounds how long compiling takes; there the first start of each kind finds no cache of a
+compiler, and further ones what the first left. What compiles at the start (without quantization only) captures nothing
+and tries nothing before it serves. Needs the test tree (for its rig) and a C++ compiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -27,7 +28,8 @@ from benchmarks.record import record
 
 PROMPT = list(range(100, 132))
 ROWS = (1, 8)
-STARTS = ("model", "program", "program without graphs", "compile")
+ON_A_GPU = "program without graphs"
+STARTS = ("model", "program", ON_A_GPU, "compile")
 NUM_STEPS = 32
 
 
@@ -49,7 +51,7 @@ def first_token(start: str, subject: Subject) -> None:
     from worker.program import build_executor
 
     model = EngineConfig(model=subject.model, **subject.settings, **subject.of_model)
-    graphs = start != "program without graphs"
+    graphs = start != ON_A_GPU
     program = EngineConfig(model=subject.program, **subject.settings, cuda_graph=graphs)
     executor = _compiling(model) if start == "compile" else build_executor(model if start == "model" else program)
     started = time.perf_counter() - began
@@ -179,31 +181,23 @@ def in_a_process(task: str, subject: Subject, environment: Mapping[str, str]) ->
 
 
 def measured(subject: Subject, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    on_gpu = args.device == "cuda"
-
-    def run(task: str, cache: str) -> Any:
-        """All share what Triton compiles of the operator's kernels; what torch's compiler made is in `cache`."""
-        places = {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / cache)}
-        return in_a_process(task, subject, places if on_gpu else {})
+    def run(task: str) -> Any:
+        """Tasks of one name share what Triton and torch's compiler made, and nothing else does."""
+        caches = {name: str(folder / task / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+        return in_a_process(task, subject, caches if args.device == "cuda" else {})
 
     figures: dict[str, Any] = {}
     if args.program is None:
         began = time.perf_counter()
-        run("export", "exported")
+        run("export")
         figures["export_s"] = time.perf_counter() - began
     figures["program_bytes"] = Path(subject.program).stat().st_size
-    if not on_gpu and args.shape is None:
-        figures["same_tokens"] = run("compare", "none")
+    if args.device == "cpu" and args.shape is None:
+        figures["same_tokens"] = run("compare")
     for start in args.starts:
-        if start in ("model", "program"):
-            figures[start] = [run(start, "none") for _ in range(args.repeats)]
-        elif start == "program without graphs" and on_gpu:
-            figures[start] = [run(start, "none")]
-        # torch.compile does not see through quantized matrices.
-        elif start == "compile" and args.quantization == "none":
-            figures[start] = [run("compile", "compiled")]
-            if on_gpu:
-                figures["compile again"] = [run("compile", "compiled")]
+        if start == "compile" and args.quantization != "none":
+            continue  # torch.compile does not see through quantized matrices
+        figures[start] = [run(start) for _ in range(1 if start == "compile" and args.device == "cpu" else args.repeats)]
     return figures
 
 
@@ -240,12 +234,14 @@ def main() -> None:
     parser.add_argument("--program", type=Path, help="exported before; made and thrown away if not given")
     parser.add_argument("--keep", action="store_true", help="write the result to benchmarks/results")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS), help="in this order")
+    parser.add_argument("--starts", nargs="+", choices=STARTS, help="in this order; all that the device has")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     parser.add_argument("--subject", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.task is not None:
+        logging.basicConfig(level=logging.INFO)  # programs say how long each part of their start took
         return run_task(args.task, Subject(**json.loads(args.subject)))
+    args.starts = args.starts or [start for start in STARTS if args.device == "cuda" or start != ON_A_GPU]
     with tempfile.TemporaryDirectory() as folder:
         subject = subject_of(args, Path(folder))
         figures = measured(subject, args, Path(folder))

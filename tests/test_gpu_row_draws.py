@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from planner.request import SamplingParams
 from tests.cuda_rig import DEVICE, INTERPRETED
 from worker.cuda.row_draws import RowDraws
+from worker.cuda.sampler import GpuSampler
 from worker.sampler import Draw, sample
 
 pytestmark = [
@@ -76,3 +77,14 @@ def test_another_position_is_another_draw() -> None:
     row_draws = RowDraws(8, VOCAB_SIZE, DEVICE)
     later = [replace(draw, position=draw.position + 1) for draw in draws]
     assert not torch.equal(row_draws(logits, draws).tokens, row_draws(logits, later).tokens)
+
+
+@pytest.mark.parametrize("num_rows", range(1, 10))
+def test_one_compiled_kernel_serves_any_number_of_rows(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a pointer that is no multiple of 16 bytes Triton compiles another one."""
+    given: list[Tensor] = []
+    monkeypatch.setattr(GpuSampler, "sample", lambda sampler, logits, *tensors: given.extend(tensors))
+    RowDraws(16, VOCAB_SIZE, DEVICE)(logits_of(num_rows), draws_of(*[SamplingParams(top_p=0.9)] * num_rows))
+    assert len(given) == 9
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in given)
+    assert all(len(tensor) >= num_rows for tensor in given)

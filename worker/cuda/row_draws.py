@@ -7,8 +7,10 @@ masks, grammars) is done to a copy of the logits before. Nothing here waits for 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +18,10 @@ from worker.cuda.changes import change_rows
 from worker.cuda.pinned_pages import PAGE_BYTES, PinnedPages
 from worker.cuda.sampler import GpuSampler
 from worker.sampler import Draw, DrawnRows
+
+# Every row of four-byte numbers begins at a multiple of 16 bytes: a kernel is compiled anew for pointers that do and
+# that do not.
+_ALIGNED = 4
 
 
 class RowDraws:
@@ -36,7 +42,8 @@ class RowDraws:
             change_rows(logits, draws, self._upload)
         if all(draw.sampling.greedy for draw in draws):
             return DrawnRows(logits.argmax(dim=-1), ~logits.amax(dim=-1).isfinite() if changes else None)
-        tokens, bad = torch.empty((2, len(draws)), dtype=torch.int32, device=logits.device).unbind(0)
+        outputs = torch.empty((2, _aligned(len(draws))), dtype=torch.int32, device=logits.device)
+        tokens, bad = outputs[:, : len(draws)].unbind(0)
         at_once = len(self._slots)
         for first in range(0, len(draws), at_once):
             rows = slice(first, first + at_once)
@@ -45,12 +52,25 @@ class RowDraws:
 
     def _draw(self, logits: Tensor, draws: Sequence[Draw], tokens: Tensor, bad: Tensor) -> None:
         params = [draw.sampling for draw in draws]
-        floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-        temperature, top_p, min_p = self._upload(np.array(floats, dtype=np.float32)).unbind(0)
+        floats = _table(
+            [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]], np.float32
+        )
+        temperature, top_p, min_p = self._upload(floats).unbind(0)
         # The sampler draws for the position behind as many as there are.
-        integers = [[p.top_k for p in params], [draw.position - 1 for draw in draws]]
-        top_k, length = self._upload(np.array(integers, dtype=np.int32)).unbind(0)
+        integers = _table([[p.top_k for p in params], [draw.position - 1 for draw in draws]], np.int32)
+        top_k, length = self._upload(integers).unbind(0)
         # The same 64 bits, as a torch integer has a sign.
         seed = self._upload(np.array([p.seed for p in params], dtype=np.uint64).view(np.int64))
         slots = self._slots[: len(draws)]
         self._sampler.sample(logits, slots, temperature, top_k, top_p, min_p, seed, length, tokens, bad)
+
+
+def _table(rows: Sequence[Sequence[float]], dtype: type[np.float32 | np.int32]) -> npt.NDArray[Any]:
+    """Rows of equal length, each of which begins where a kernel expects it."""
+    table = np.zeros((len(rows), _aligned(len(rows[0]))), dtype=dtype)
+    table[:, : len(rows[0])] = rows
+    return table
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNED) * _ALIGNED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 
 import torch
@@ -23,6 +25,8 @@ from worker.programs.metadata import ProgramMetadata, method_name, own_constant,
 from worker.programs.weight_store import map_weights
 from worker.swap import blocks_in
 from worker.torch_executor import TorchExecutor
+
+logger = logging.getLogger(__name__)
 
 
 def build_program_executor(config: EngineConfig, masks: MaskMaker) -> TorchExecutor:
@@ -46,12 +50,14 @@ def build_program_executor(config: EngineConfig, masks: MaskMaker) -> TorchExecu
 def load_methods(path: Path, metadata: ProgramMetadata) -> Methods:
     """The compiled methods and their weights. Raises `InvalidProgram` naming what is missing, `InvalidConfiguration`
     where the device has no room."""
+    began = time.perf_counter()
     try:
         weights = {name: tensor.to(metadata.device) for name, tensor in map_weights(path).items()}
     except torch.OutOfMemoryError as error:
         raise InvalidConfiguration(
             f"the GPU's memory does not hold the program's weights: {error}", param="model"
         ) from error
+    read_at = time.perf_counter()
 
     def method(name: str) -> CompiledMethod:
         try:
@@ -66,7 +72,9 @@ def load_methods(path: Path, metadata: ProgramMetadata) -> Methods:
         return _Loaded(loaded, weights)
 
     decodes = {width: method(method_name(Method.DECODE, width)) for width in metadata.widths}
-    return Methods(decodes, method(method_name(Method.PREFILL)))
+    methods = Methods(decodes, method(method_name(Method.PREFILL)))
+    logger.info("loaded weights in %.1f s, methods in %.1f s", read_at - began, time.perf_counter() - read_at)
+    return methods
 
 
 def check_machine(metadata: ProgramMetadata) -> None:

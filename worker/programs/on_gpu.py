@@ -72,14 +72,17 @@ def build_on_gpu(
     stream = capture_stream() if config.cuda_graph else None
 
     def make(num_cells: int, swap_blocks: int) -> _Running:
+        started = time.perf_counter()
         pool = make_pool(config, replace(info, num_cells=num_cells))
         captured = None
         if stream is not None:
             captured = capture_methods(metadata, Methods(decodes, methods.prefill), pool, capture=captures(stream))
+        warming = time.perf_counter()
         forwards = ProgramForwards(metadata, pool, decodes, methods.prefill, captured)
         draw_rows = RowDraws(info.widths[-1], info.vocab_size, pool.keys.device)
         warm_up(forwards, draw_rows, info, num_cells)
         compile_forbid(info.vocab_size, pool.keys.device)
+        logger.info("captured in %.1f s, tried all in %.1f s", warming - started, time.perf_counter() - warming)
         return _Running(pool, forwards, draw_rows, pinned_swap(replace(info, swap_blocks=swap_blocks), pool))
 
     def trial(num_cells: int) -> _Running:
@@ -96,7 +99,7 @@ def build_on_gpu(
             f"{info.max_prefill_tokens} tokens with the logits of all is the largest: {error}",
             param="gpu_memory_utilization" if told is None else "max_cells",
         ) from error
-    logger.info("sized in %.1f s, captured in %.1f s", sized - began, time.perf_counter() - sized)
+    logger.info("sized in %.1f s, made in %.1f s", sized - began, time.perf_counter() - sized)
     info, pool = replace(info, num_cells=num_cells), running.pool
     port = PoolPort(CudaMover(pool), CellLayout.of(info))
     return TorchExecutor(info, running.forwards, running.swap, masks, port, draw_rows=running.draw_rows)
