@@ -236,14 +236,14 @@ class _Part:
             if update.prompt_logprobs:
                 self._prompt_scores.setdefault(update.index, []).extend(update.prompt_logprobs)
         for update in updates:
-            if self._owes_echo(update):
+            if self.plan.echo and self._owes_echo(update):
                 pieces.append(self.choices[update.index].echo(await self._echo(update.index)))
             self._take(update, pieces)
 
     def _owes_echo(self, update: Update) -> bool:
         choice = self.choices[update.index]
-        brings = update.tokens or _ends_well(update)
-        return self.plan.echo and not choice.begun and not choice.ended and bool(brings)
+        brings_news = bool(update.tokens) or _ends_well(update)
+        return brings_news and not choice.begun and not choice.ended
 
     def _take(self, update: Update, pieces: list[Piece]) -> None:
         choice = self.choices[update.index]

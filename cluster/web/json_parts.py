@@ -27,6 +27,13 @@ def json_list(items: Iterable[object]) -> bytes:
     return b"[" + b",".join(parts) + b"]"
 
 
+def json_columns(num_rows: int, columns: Mapping[str, Iterable[object]]) -> bytes:
+    """An object of lists, which all have `num_rows` items."""
+    if num_rows <= ITEMS_AT_ONCE:
+        return to_json({name: list(column) for name, column in columns.items()}, inf_nan_mode="null")
+    return json_object({name: json_list(column) for name, column in columns.items()})
+
+
 def json_object(fields: Mapping[str, bytes]) -> bytes:
     """An object of fields whose values are JSON."""
     return b"{" + b",".join(b'"%s":%s' % (name.encode(), value) for name, value in fields.items()) + b"}"

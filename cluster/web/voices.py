@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from cluster.answers.answer import TokenCounts
@@ -12,7 +12,7 @@ from cluster.answers.choice import Piece, ScoredToken
 from cluster.language.detokeniser import TokenBytes
 from cluster.language.message_parts import Part
 from cluster.language.message_reader import MessageReader, NewReader
-from cluster.web.json_parts import json_list, json_object, with_fields
+from cluster.web.json_parts import json_columns, json_list, json_object, with_fields
 from cluster.web.message_wire import delta_of, message_of
 from cluster.web.prompt_voice import PromptVoice, finite
 from planner.request import TokenLogprobs
@@ -84,14 +84,13 @@ class CompletionVoice:
     def _logprobs(self, scores: Sequence[ScoredToken]) -> bytes:
         """As `wire.CompletionLogprobs`."""
         known = (None if (p := score.logprobs.logprob) is None else finite(p) for score in scores)
-        return json_object(
-            {
-                "tokens": json_list(self._name(score.logprobs.token) for score in scores),
-                "token_logprobs": json_list(known),
-                "top_logprobs": json_list(self._alternatives(score.logprobs) for score in scores),
-                "text_offset": json_list(score.offset for score in scores),
-            }
-        )
+        columns: dict[str, Iterable[object]] = {
+            "tokens": (self._name(score.logprobs.token) for score in scores),
+            "token_logprobs": known,
+            "top_logprobs": (self._alternatives(score.logprobs) for score in scores),
+            "text_offset": (score.offset for score in scores),
+        }
+        return json_columns(len(scores), columns)
 
     def _alternatives(self, score: TokenLogprobs) -> dict[str, float] | None:
         """The most likely tokens and, as OpenAI has it, the chosen one."""
