@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+import httpx
 import pytest
 
 from cluster.answers.choice import Piece, ScoredToken
+from cluster.answers.maker import AnswerMaker, Service
+from cluster.api_settings import ApiSettings
+from cluster.batches.line import answer_line
+from cluster.headers import Terms
 from cluster.language.detokeniser import TokenBytes
+from cluster.language.side_threads import SideThreads
+from cluster.models import Models
+from cluster.web.api import create_app
 from cluster.web.json_parts import ITEMS_AT_ONCE, json_columns, json_list, json_object, with_fields
-from cluster.web.responses import chat_of
 from planner.request import TokenLogprobs
 from protos import openai_answers as wire
+from protos.openai import ChatBody
+from protos.openai_batches import BatchEndpoint
 from protos.openai_responses import ResponsesBody
 from tests.fake_fleet import FakeFleet
 from tests.grpc_desk import grpc_desk
-from tests.http_desk import CHAT, MODEL, desk, says
+from tests.http_desk import CHAT, MODEL, TEXT, desk, says
 from tests.tiny_text import tiny_text
+
+T = TypeVar("T")
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LONG = replace(MODEL, context=1_000_000, capacity=1_000_000)
@@ -143,40 +151,57 @@ async def test_whoever_was_let_in_is_answered_however_many_long_texts_wait() -> 
     assert [answer.status_code for answer in answers] == [200] * 6
 
 
-async def test_a_long_conversation_of_responses_leaves_the_loop_free() -> None:
-    body = {"input": [{"role": "user", "content": "hi"}] * 60_000, "max_output_tokens": 1}
-    data = json.dumps(body).encode()
-    async with desk(says("y"), model=replace(LONG, context=4_000_000, capacity=4_000_000)) as d:
-        with _no_garbage():
-            given = ResponsesBody.model_validate(body)
-            begun = time.perf_counter()
-            chat_of(given)
-            alone_s = time.perf_counter() - begun
-            watch = asyncio.create_task(_longest_gap_s(until := asyncio.Event()))
-            answer = await d.http.post("/v1/responses", content=data, headers={"content-type": "application/json"})
-            until.set()
-            longest_s = await watch
+class WatchedThreads(SideThreads):
+    """Knows what its threads have made."""
+
+    def __init__(self) -> None:
+        super().__init__(inline_size=4096, num_threads=1, max_waiting=1)
+        self.made: list[type] = []
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        return await super().run(size, lambda: self._watched(work))
+
+    async def run_admitted(self, size: int, work: Callable[[], T]) -> T:
+        return await super().run_admitted(size, lambda: self._watched(work))
+
+    def _watched(self, work: Callable[[], T]) -> T:
+        made = work()
+        if threading.current_thread() is not threading.main_thread():
+            self.made.append(type(made))
+        return made
+
+
+def watched_maker() -> tuple[AnswerMaker, WatchedThreads]:
+    maker = AnswerMaker(Service(FakeFleet(LONG, says("y")), TEXT, ApiSettings(), model_name="tiny"))
+    maker.threads = threads = WatchedThreads()
+    return maker, threads
+
+
+@pytest.mark.parametrize(("num_turns", "made"), [(4000, [ResponsesBody, ChatBody]), (2, [])])
+async def test_a_long_conversation_of_responses_is_made_a_chat_by_a_thread(num_turns: int, made: list[type]) -> None:
+    body = {"input": [{"role": "user", "content": "hi"}] * num_turns, "max_output_tokens": 1}
+    maker, threads = watched_maker()
+    transport = httpx.ASGITransport(app=create_app(Models([maker])))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        answer = await http.post("/v1/responses", json=body)
     assert answer.status_code == 200, answer.text
-    assert longest_s < alone_s / 2
+    assert threads.made == made
 
 
-async def _longest_gap_s(until: asyncio.Event) -> float:
-    longest_s, last = 0.0, time.perf_counter()
-    while not until.is_set():
-        await asyncio.sleep(0.005)
-        now = time.perf_counter()
-        longest_s, last = max(longest_s, now - last), now
-    return longest_s
+LINES: dict[BatchEndpoint, tuple[str, list[type]]] = {
+    "/v1/responses": ("input", [ResponsesBody, ChatBody]),
+    "/v1/chat/completions": ("messages", [ChatBody]),
+}
 
 
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """The collector of garbage stops everything while it looks at so many objects; here it is not the point."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+@pytest.mark.parametrize("endpoint", LINES)
+async def test_a_long_line_of_a_batch_is_read_by_a_thread(endpoint: BatchEndpoint) -> None:
+    param, made = LINES[endpoint]
+    for num_turns, expected in ((4000, made), (2, [])):
+        maker, threads = watched_maker()
+        turns = [{"role": "user", "content": "hi"}] * num_turns
+        await answer_line(maker, endpoint, {param: turns}, Terms())
+        assert threads.made == expected
 
 
 def test_lists_in_parts_are_what_the_serializer_writes_at_once() -> None:

@@ -201,10 +201,10 @@ class _Part:
         if self.plan.request is not None:
             self._generation = fleet.submit(self.plan.request)
             return []
+        echo = await self._echo(0)
         self._count_prompt()
         for _ in self.choices:
             self._meter.ended(Ending.LENGTH)
-        echo = await self._echo(0)
         return [piece for choice in self.choices for piece in (choice.echo(echo), choice.end(Ending.LENGTH))]
 
     async def next(self, timeout_s: float) -> list[Update]:
