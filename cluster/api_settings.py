@@ -35,7 +35,8 @@ class ApiSettings(BaseModel):
     * `default_max_tokens`: of a text completion that does not say; a chat gets what is left of the context.
     * `max_choices`: n of one prompt. `max_sequences`: choices of all prompts of one request together.
     * `inline_size`: longer texts and 16 times larger bodies are read by a thread, at most `text_threads` at once
-      with `max_long_texts` more waiting.
+      with `max_long_texts` more waiting. They also write log probabilities, where a sixteenth as many are to be written
+      at once.
     * `max_sessions`, `max_sessions_per_key`: open sessions of the service, 0 for none at all; idle ones are forgotten
       after `session_idle_s`.
     * `batch_store`: a folder where files and batches are kept, with the prompts in them; None: nothing is kept. The

@@ -83,3 +83,26 @@ async def test_what_the_work_raises_comes_back() -> None:
     threads = SideThreads(inline_size=0, num_threads=1, max_waiting=0)
     with pytest.raises(ZeroDivisionError):
         await threads.run(1, lambda: 1 / 0)
+
+
+async def test_what_was_let_in_waits_behind_a_full_line_and_is_not_refused() -> None:
+    threads = SideThreads(inline_size=10, num_threads=1, max_waiting=0)
+    hold = threading.Event()
+    first = asyncio.create_task(threads.run(11, hold.wait))
+    await asyncio.sleep(0)
+    admitted = [asyncio.create_task(threads.run_admitted(11, threading.get_ident)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert await threads.run_admitted(10, threading.get_ident) == threading.get_ident()
+    with pytest.raises(QueueFull):
+        await threads.run(11, lambda: None)
+    hold.set()
+    assert await first
+    assert threading.get_ident() not in await asyncio.gather(*admitted)
+
+
+async def test_sizes_are_added_up_no_further_than_it_takes() -> None:
+    threads = SideThreads(inline_size=10, num_threads=1, max_waiting=0)
+    sizes = iter([4, 6, 1, 100])
+    assert threads.total(sizes) == 11
+    assert list(sizes) == [100]
+    assert threads.total([]) == 0

@@ -143,21 +143,26 @@ def update_to_proto(request_id: int, update: Update | RequestRefused) -> pb.Sequ
     return message
 
 
-def update_from_proto(message: pb.SequenceUpdate) -> Update | RequestRefused:
-    """The update, with the gateway's `request_id`, or the refusal of the whole request.
+def update_from_proto(
+    message: pb.SequenceUpdate, prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+) -> Update | RequestRefused:
+    """The update, with the gateway's `request_id`, or the refusal of the whole request. `prompt_logprobs`: the
+    message's, where they have been read before.
 
     A finish reason of a newer peer that is unknown here ends the sequence as FAILED: it must not go on for ever.
     """
     if message.finish_reason == pb.FINISH_REASON_REFUSED:
         error = error_from_proto(message.error)
         return error if isinstance(error, RequestRefused) else RequestRefused(error.message, param=error.param)
+    if prompt_logprobs is None:
+        prompt_logprobs = tuple(map(logprobs_from_proto, message.prompt_logprobs))
     going_on = message.finish_reason == pb.FINISH_REASON_UNSPECIFIED
     return Update(
         request_id=message.request_id,
         index=message.index,
         tokens=tuple(message.tokens),
-        logprobs=tuple(map(_logprobs_from_proto, message.logprobs)),
-        prompt_logprobs=tuple(map(_logprobs_from_proto, message.prompt_logprobs)),
+        logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
+        prompt_logprobs=prompt_logprobs,
         num_cached_tokens=message.num_cached_tokens,
         finish_reason=None if going_on else FROM_WIRE.get(message.finish_reason, FinishReason.FAILED),
         error=error_from_proto(message.error) if message.HasField("error") else None,
@@ -282,7 +287,8 @@ def _logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
     )
 
 
-def _logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
+def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
+    """Of one token."""
     return TokenLogprobs(
         token=message.token,
         logprob=message.logprob if message.HasField("logprob") else None,

@@ -55,7 +55,8 @@ class _Endpoints:
         front = self._models.first
         front.keys.check_admin(request.headers.get("authorization", ""))
         settings = front.service.settings
-        return validated(parse_object(await read_body(request, settings.max_body_bytes, settings.body_timeout_s)))
+        data = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
+        return await front.threads.run(len(data) // 16, lambda: validated(parse_object(data)))
 
 
 def _desk(maker: AnswerMaker, asked: str | None) -> AdapterDesk:

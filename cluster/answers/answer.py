@@ -1,25 +1,30 @@
 """Everything that one HTTP request asked workers for: its generations, and the choices that grow from them.
 
 Choices are numbered prompt by prompt. Whatever ends the answer early (a refusal, a failure, a client that left),
-`close` ends every generation that still runs.
+`close` ends every generation that still runs. What is long to write is written by a thread, of an answer whose task
+waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeVar
 
-from cluster.answers.choice import Choice, Echo, Ending, Piece, ScoredToken, TextRules
+from cluster.answers.choice import SCORE_SIZE, Choice, Echo, Ending, Piece, TextRules
+from cluster.answers.echoes import echo_of
 from cluster.answers.requests import ChoicePlan
-from cluster.language.detokeniser import Detokeniser
+from cluster.language.side_threads import SideThreads
 from cluster.language.text import TextModel
 from cluster.routing.fleet import Fleet, Generation
 from cluster.telemetry.gateway_meter import RequestMeter
 from planner.errors import RaycombError, RequestFailed
 from planner.request import FinishReason, TokenLogprobs, Update
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +61,18 @@ class Answer:
         plans: Sequence[ChoicePlan],
         rules: TextRules,
         meter: RequestMeter,
+        threads: SideThreads,
         *,
         scored: bool,
     ) -> None:
         self.meter = meter
         self._fleet = fleet
+        self._threads = threads
         self._parts: list[_Part] = []
         for plan in plans:
             first = sum(part.plan.n for part in self._parts)
             choices = [Choice(first + i, text.tokens, rules, scored=scored) for i in range(plan.n)]
-            self._parts.append(_Part(plan, choices, text, meter))
+            self._parts.append(_Part(plan, choices, text, meter, threads))
         self._failure: RaycombError | None = None
 
     @property
@@ -113,9 +120,17 @@ class Answer:
         """Whether every choice has had its last piece."""
         return self._failure is None and all(part.finished for part in self._parts)
 
-    def start(self) -> list[Piece]:
+    async def start(self) -> list[Piece]:
         """Submit everything; returns what can be said at once. Raises `RequestRefused`: then close."""
-        return [piece for part in self._parts for piece in part.start(self._fleet)]
+        return [piece for part in self._parts for piece in await part.start(self._fleet)]
+
+    async def written(self, pieces: Iterable[Piece], write: Callable[[], T], *, whole: bool = False) -> T:
+        """What `write` makes of these pieces, and of the prompts where the answer is told `whole`: at once, or by a
+        thread where that takes long."""
+        told = [SCORE_SIZE * part.num_prompt_scores for part in self._parts] if whole else []
+        return await self._threads.run_admitted(
+            self._threads.total(chain(told, (piece.size for piece in pieces))), write
+        )
 
     async def next(self, timeout_s: float) -> list[Piece]:
         """News of the choices, or nothing when none comes in `timeout_s` seconds.
@@ -128,13 +143,13 @@ class Answer:
         pieces: list[Piece] = []
         try:
             if len(self._parts) == 1:  # the usual case needs no task for each step
-                self._parts[0].take(await self._parts[0].next(timeout_s), pieces)
+                await self._parts[0].take(await self._parts[0].next(timeout_s), pieces)
             else:
                 waiting = {part.task(): part for part in self._parts if not part.finished}
                 done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 for task, part in waiting.items():
                     if task in done:
-                        part.collect(pieces)
+                        await part.collect(pieces)
         except RaycombError as failure:
             if not pieces:
                 raise
@@ -158,12 +173,15 @@ class Answer:
 class _Part:
     """One prompt's generation and choices. Owner: the answer."""
 
-    def __init__(self, plan: ChoicePlan, choices: list[Choice], text: TextModel, meter: RequestMeter) -> None:
+    def __init__(
+        self, plan: ChoicePlan, choices: list[Choice], text: TextModel, meter: RequestMeter, threads: SideThreads
+    ) -> None:
         self.plan = plan
         self.choices = choices
         self.num_cached = 0
         self._text = text
         self._meter = meter
+        self._threads = threads
         self._prompt_counted = False
         self._generation: Generation | None = None
         self._waiting: asyncio.Task[list[Update]] | None = None
@@ -173,14 +191,21 @@ class _Part:
     def finished(self) -> bool:
         return all(choice.ended for choice in self.choices)
 
-    def start(self, fleet: Fleet) -> list[Piece]:
+    @property
+    def num_prompt_scores(self) -> int:
+        """Log probabilities that are known of the prompt's tokens, alternatives included."""
+        scores = self._prompt_scores.get(0, [])
+        return len(scores) * (1 + len(scores[-1].top)) if scores else 0
+
+    async def start(self, fleet: Fleet) -> list[Piece]:
         if self.plan.request is not None:
             self._generation = fleet.submit(self.plan.request)
             return []
+        echo = await self._echo(0)
         self._count_prompt()
         for _ in self.choices:
             self._meter.ended(Ending.LENGTH)
-        return [piece for c in self.choices for piece in (c.echo(self._echo(0)), c.end(Ending.LENGTH))]
+        return [piece for choice in self.choices for piece in (choice.echo(echo), choice.end(Ending.LENGTH))]
 
     async def next(self, timeout_s: float) -> list[Update]:
         """The generation's next news, or nothing when none comes in time."""
@@ -198,31 +223,37 @@ class _Part:
             self._waiting = asyncio.create_task(self._generation.next())
         return self._waiting
 
-    def collect(self, pieces: list[Piece]) -> None:
+    async def collect(self, pieces: list[Piece]) -> None:
         """Take in what the finished task has brought."""
         assert self._waiting is not None, "waiting"
         task, self._waiting = self._waiting, None
-        self.take(task.result(), pieces)
+        await self.take(task.result(), pieces)
 
-    def take(self, updates: Sequence[Update], pieces: list[Piece]) -> None:
+    async def take(self, updates: Sequence[Update], pieces: list[Piece]) -> None:
         """Append what the updates let be said. Raises the error of a failed sequence."""
         for update in updates:
             self.num_cached = max(self.num_cached, update.num_cached_tokens)
             if update.prompt_logprobs:
                 self._prompt_scores.setdefault(update.index, []).extend(update.prompt_logprobs)
         for update in updates:
+            if self.plan.echo and self._owes_echo(update):
+                pieces.append(self.choices[update.index].echo(await self._echo(update.index)))
             self._take(update, pieces)
+
+    def _owes_echo(self, update: Update) -> bool:
+        choice = self.choices[update.index]
+        brings_news = bool(update.tokens) or _ends_well(update)
+        return brings_news and not choice.begun and not choice.ended
 
     def _take(self, update: Update, pieces: list[Piece]) -> None:
         choice = self.choices[update.index]
         if choice.ended:
             return
-        failed = update.finish_reason in (FinishReason.FAILED, FinishReason.CANCELLED)
-        error = (update.error or RequestFailed("the server gave the request up")) if failed else None
-        if failed:  # what was generated before the failure still counts
+        error: RaycombError | None = None
+        if update.finish_reason is not None and not _ends_well(update):
+            error = update.error or RequestFailed("the server gave the request up")
+            # what was generated before the failure still counts
             update = update._replace(finish_reason=None, error=None)
-        if self.plan.echo and not choice.begun and (update.tokens or update.finish_reason is not None):
-            pieces.append(choice.echo(self._echo(update.index)))
         if update.tokens or update.finish_reason is not None:
             self._count_prompt()
         num_tokens = choice.num_tokens
@@ -257,23 +288,11 @@ class _Part:
             self._prompt_counted = True
             self._meter.prompt(len(self.plan.prompt.ids))
 
-    def _echo(self, index: int) -> Echo:
-        prompt = self.plan.prompt
-        text = self._text.decode(prompt.ids) if prompt.text is None else prompt.text
+    async def _echo(self, index: int) -> Echo:
         scores = self.prompt_scores(index)
-        if not scores or not self.plan.scores_echo:
-            return Echo(text)
-        offsets = _offsets(self._text, prompt.ids, prompt.num_added)
-        ends = len(text)
-        return Echo(text, tuple(ScoredToken(s, min(at, ends)) for s, at in zip(scores, offsets, strict=True)))
+        size = max(4, SCORE_SIZE * self.plan.scores_echo) * len(self.plan.prompt.ids)
+        return await self._threads.run_admitted(size, lambda: echo_of(self.plan, self._text, scores))
 
 
-def _offsets(text: TextModel, ids: Sequence[int], num_added: int) -> list[int]:
-    """Where each token's text begins in the prompt's; tokens that encoding added have none of their own."""
-    known = Detokeniser(text.tokens, from_start=True, with_special=True)
-    offsets, at = [], 0
-    for position, token in enumerate(ids):
-        offsets.append(at)
-        if position >= num_added:
-            at += len(known.add(token))
-    return offsets
+def _ends_well(update: Update) -> bool:
+    return update.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)

@@ -16,6 +16,7 @@ import numpy as np
 from cluster.answers.answer import Answer
 from cluster.answers.choice import Piece, TextRules
 from cluster.answers.requests import ChoicePlan
+from cluster.language.side_threads import SideThreads
 from cluster.language.text import TextModel
 from cluster.routing.fleet import Fleet, Generation
 from cluster.telemetry.gateway_meter import RequestMeter
@@ -91,15 +92,16 @@ class BeamAnswer(Answer):
         plan: ChoicePlan,
         rules: TextRules,
         meter: RequestMeter,
+        threads: SideThreads,
         length_penalty: float,
     ) -> None:
-        super().__init__(fleet, text, [plan], rules, meter, scored=False)
+        super().__init__(fleet, text, [plan], rules, meter, threads, scored=False)
         assert plan.request is not None, "beams generate something"
         self._asked = plan.request
         self._running: list[Generation] = []
         self._search = BeamSearch(plan.n, plan.request.max_tokens, plan.request.stop_token_ids, length_penalty)
 
-    def start(self) -> list[Piece]:
+    async def start(self) -> list[Piece]:
         return []
 
     async def next(self, timeout_s: float) -> list[Piece]:

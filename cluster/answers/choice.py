@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from cluster.language.detokeniser import Detokeniser, TokenBytes
 from cluster.language.stop_strings import Scan, StopStrings
 from planner.request import FinishReason, TokenLogprobs, Update
+
+PIECE_SIZE: Final = 4
+SCORE_SIZE: Final = 16
+"""A piece, and a log probability, take as long to write as so many characters take to be read."""
 
 
 class Ending(Enum):
@@ -42,6 +47,13 @@ class Piece:
     scores: tuple[ScoredToken, ...] = ()
     ending: Ending | None = None
     tokens: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How long it takes to write, in characters; its log probabilities have as many alternatives each."""
+        if not self.scores:
+            return PIECE_SIZE
+        return PIECE_SIZE + SCORE_SIZE * len(self.scores) * (1 + len(self.scores[-1].logprobs.top))
 
 
 @dataclass(frozen=True, slots=True)

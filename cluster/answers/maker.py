@@ -139,7 +139,7 @@ class AnswerMaker:
         if body.use_beam_search:
             (plan,) = plans
             rules, meter = text_rules(body, None), self.service.meter.request(terms)
-            return BeamAnswer(self.service.fleet, text, plan, rules, meter, body.length_penalty), name
+            return BeamAnswer(self.service.fleet, text, plan, rules, meter, self.threads, body.length_penalty), name
         scored = body.logprobs is not None or body.num_made > body.n
         return self._answer(plans, text_rules(body, body.logprobs), terms, scored=scored), name
 
@@ -173,7 +173,7 @@ class AnswerMaker:
             plans = on_terms(terms, plans, adapter)
             rules = text_rules(body, body.logprobs)
             meter, scored = self.service.meter.request(terms), body.logprobs is not None
-            return SessionAnswer(self.service.fleet, text, plans, rules, meter, turn, scored=scored), name
+            return SessionAnswer(self.service.fleet, text, plans, rules, meter, self.threads, turn, scored=scored), name
         except BaseException:
             await turn.end()
             raise
@@ -199,7 +199,9 @@ class AnswerMaker:
 
     def _answer(self, plans: Sequence[ChoicePlan], rules: TextRules, terms: Terms, *, scored: bool) -> Answer:
         service = self.service
-        return Answer(service.fleet, service.text, plans, rules, service.meter.request(terms), scored=scored)
+        return Answer(
+            service.fleet, service.text, plans, rules, service.meter.request(terms), self.threads, scored=scored
+        )
 
     async def _extras(self, body: GenerationBody, form: Form | None) -> Extras:
         """Raises `InvalidRequest` where the form cannot be kept to."""

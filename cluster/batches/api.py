@@ -83,7 +83,7 @@ class _Endpoints:
     async def create(self, request: Request) -> Response:
         batches, account = kept(self._batches), self._account(request)
         data = await read_body(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
-        body = validate(BatchBody, parse_object(data))
+        body = await self._maker.threads.run(len(data) // 16, lambda: validate(BatchBody, parse_object(data)))
         now = int(time.time())
         batch = Batch(
             id=f"batch_{uuid.uuid4().hex}",

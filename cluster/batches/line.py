@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel
 
 from cluster.answers.embeddings import embed, plan_embeddings
 from cluster.answers.maker import AnswerMaker
@@ -21,6 +23,8 @@ from protos.openai_batches import BatchEndpoint
 from protos.openai_embeddings import EmbeddingBody
 from protos.openai_responses import ResponsesBody
 
+B = TypeVar("B", bound=BaseModel)
+
 LOWEST_PRIORITY: Final = 2**31 - 1
 _ONLY_ALONE: Final = ("stream", "session_id", "priority", "background")
 
@@ -31,36 +35,42 @@ async def answer_line(maker: AnswerMaker, endpoint: BatchEndpoint, body: dict[st
         if body.get(name):
             raise InvalidRequest(f"{name} means nothing in a batch", param=name)
     answered = await _ANSWERS[endpoint](maker, body | {"priority": LOWEST_PRIORITY}, terms)
-    return json.loads(answered)
+    return await maker.threads.run_admitted(len(answered) // 16, lambda: json.loads(answered))
+
+
+async def _read(maker: AnswerMaker, kind: type[B], given: dict[str, Any]) -> B:
+    """The line's body, off the event loop where that is long. Raises `InvalidRequest`."""
+    return await maker.threads.run_admitted(maker.threads.size_of(given), lambda: validate(kind, given))
 
 
 async def _completion(maker: AnswerMaker, given: dict[str, Any], terms: Terms) -> bytes:
-    body = validate(CompletionBody, given)
+    body = await _read(maker, CompletionBody, given)
     answer, name = await maker.completion(body, terms)
     return await whole_answer(answer, completion_telling(maker, body, answer, name))
 
 
 async def _chat(maker: AnswerMaker, given: dict[str, Any], terms: Terms) -> bytes:
-    body = validate(ChatBody, given)
+    body = await _read(maker, ChatBody, given)
     answer, name, new_reader = await maker.chat(body, terms)
     return await whole_answer(answer, chat_telling(maker, body, answer, name, new_reader))
 
 
 async def _response(maker: AnswerMaker, given: dict[str, Any], terms: Terms) -> bytes:
-    body = validate(ResponsesBody, given)
+    body = await _read(maker, ResponsesBody, given)
     with own_names():
-        answer, name, new_reader = await maker.chat(chat_of(body), terms)
+        chat = await maker.threads.run_admitted(maker.threads.size_of(body.input, body.tools), lambda: chat_of(body))
+        answer, name, new_reader = await maker.chat(chat, terms)
     return await whole_answer(answer, ResponseTelling(body, name, new_reader))
 
 
 async def _embeddings(maker: AnswerMaker, given: dict[str, Any], terms: Terms) -> bytes:
-    body = validate(EmbeddingBody, given)
+    body = await _read(maker, EmbeddingBody, given)
     plan = await plan_embeddings(maker, body, terms)
     meter = maker.service.meter.request(terms)
     with meter:
         vectors = await embed(maker.service.fleet, plan)
         meter.prompt(vectors.num_tokens)
-    return await maker.threads.run(vectors.rows.size, lambda: embeddings_json(body, plan, vectors))
+    return await maker.threads.run_admitted(vectors.rows.size, lambda: embeddings_json(body, plan, vectors))
 
 
 _ANSWERS: Final[dict[BatchEndpoint, Callable[[AnswerMaker, dict[str, Any], Terms], Awaitable[bytes]]]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -48,6 +48,15 @@ class SideThreads:
                 size += 1
         return size
 
+    def total(self, sizes: Iterable[int]) -> int:
+        """Their sum; no further than it takes to know that it is long."""
+        total = 0
+        for size in sizes:
+            total += size
+            if total > self._inline_size:
+                break
+        return total
+
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """What `work` returns or raises. `work` must not touch what lives on the loop."""
         if size <= self._inline_size:
@@ -57,3 +66,10 @@ class SideThreads:
         future = self._threads.submit(work)
         future.add_done_callback(lambda _: self._places.release())
         return await asyncio.wrap_future(future)
+
+    async def run_admitted(self, size: int, work: Callable[[], T]) -> T:
+        """As `run`, for what a request that was let in still needs: it takes no place in the line, and is not refused.
+        There is as much of it as there are requests."""
+        if size <= self._inline_size:
+            return work()
+        return await asyncio.wrap_future(self._threads.submit(work))

@@ -12,6 +12,7 @@ from cluster.routing.backlog import Backlog
 from cluster.routing.cancel_watch import CancelWatch
 from cluster.routing.live_runs import LiveRuns
 from cluster.routing.outbox import Outbox
+from cluster.routing.prompt_scores import PromptScores
 from cluster.routing.run import Run
 from cluster.routing.stream_listeners import RunKeeper, StreamObserver
 from cluster.telemetry.run_spans import CANCELLED, ENDED, MOVED, RunEnd, RunSpans, lost, refused
@@ -74,10 +75,10 @@ class SentRuns:
             self.outbox.recall(request_id)
         return len(newest)
 
-    def deliver(self, updates: Iterable[pb.SequenceUpdate]) -> None:
-        """What one message of the worker says of runs."""
+    def deliver(self, updates: Iterable[pb.SequenceUpdate], scores: PromptScores) -> None:
+        """What one message of the worker says of runs. `scores`: what was read of it already."""
         losses: dict[int, tuple[Run, WorkerLost]] = {}
-        for entry in updates:
+        for place, entry in enumerate(updates):
             num_cached = entry.num_cached_tokens if entry.tokens else None
             if entry.finish_reason:
                 is_refusal = entry.finish_reason == pb.FINISH_REASON_REFUSED
@@ -86,7 +87,7 @@ class SentRuns:
             run = self._live.get(entry.request_id)
             if run is None:
                 continue  # cancelled here; the worker's last words for it are on their way
-            update = update_from_proto(entry)
+            update = update_from_proto(entry, scores.get(place))
             if isinstance(update, RequestRefused):
                 self._take_back(entry.request_id, run, update)
                 continue

@@ -17,6 +17,7 @@ from cluster.routing.backlog import Backlog
 from cluster.routing.fleet import WorkerReport
 from cluster.routing.last_report import LastReport
 from cluster.routing.membership import Member
+from cluster.routing.prompt_scores import PromptScores, long_prompt_scores
 from cluster.routing.run import Run
 from cluster.routing.sent_runs import SentRuns
 from cluster.routing.stall_watch import StallWatch
@@ -165,10 +166,11 @@ class WorkerStream:
             self._join(hello)
         num_messages = 0
         async for message in messages:
+            scores = await long_prompt_scores(message.updates)
             if self._stall.has_stalled and not message.beside_engine:
                 self._stall.recover()
                 self._join(hello)
-            self._dispatch(message)
+            self._dispatch(message, scores)
             # Written by a task that wakes behind the readers woken just now, so it follows their having read.
             num_messages += 1
             self._runs.outbox.note_read(num_messages)
@@ -199,9 +201,9 @@ class WorkerStream:
         self._open, self.opening = True, False
         self._observer.join(self._last_report.introduce(hello.info))
         self._meter.events.note(f"{self.member.worker_id} joined")
-        self._dispatch(hello)
+        self._dispatch(hello, {})
 
-    def _dispatch(self, message: pb.StepUpdates) -> None:
+    def _dispatch(self, message: pb.StepUpdates, scores: PromptScores) -> None:
         if message.HasField("snapshot"):
             self._last_report.take(message)
             if message.snapshot.draining and self.drains_since is None:
@@ -218,7 +220,7 @@ class WorkerStream:
             self._observer.equip(self.member.worker_id, tuple(adapters))
         if not message.beside_engine:
             self._stall.hear()
-        self._runs.deliver(message.updates)
+        self._runs.deliver(message.updates, scores)
 
     def _wake_if_idle(self) -> None:
         if self._retiring and not self._runs:

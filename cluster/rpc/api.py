@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Final
 
 from cluster.answers.answer import Answer
@@ -68,15 +69,20 @@ class GrpcApi:
         self, answer: Answer, voice: GrpcVoice, agreed: Terms
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """All that the answer says: as it comes, or at its end where only then it is known what is told."""
-        pieces = answer.start()
+        pieces = await answer.start()
         while not answer.finished:
             pieces += await self._news(answer, agreed)
             if not answer.finished and not answer.tells_best:
-                if (message := voice.message(pieces, answer.counts())) is not None:
+                write = partial(voice.message, pieces, answer.counts())
+                if (message := await answer.written(pieces, write)) is not None:
                     yield message
                 pieces = []
-        told = answer.pieces_of_best(pieces) if answer.tells_best else pieces
-        yield voice.last_message(told, answer.counts(), answer.prompt_of(0).scores)
+
+        def write_last() -> pb.GenerateResponse:
+            told = answer.pieces_of_best(pieces) if answer.tells_best else pieces
+            return voice.last_message(told, answer.counts(), answer.prompt_of(0).scores)
+
+        yield await answer.written(pieces, write_last, whole=True)
 
     async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
         async def work(_caller: Caller) -> pb.TokenizeResponse:

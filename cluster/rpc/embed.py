@@ -40,7 +40,7 @@ class GrpcEmbed:
                 async with asyncio.timeout(terms.patience_s):
                     vectors = await embed(service.fleet, plan)
                     meter.prompt(vectors.num_tokens)
-                    return await maker.threads.run(vectors.rows.size, lambda: _told(vectors))
+                    return await maker.threads.run_admitted(vectors.rows.size, lambda: _told(vectors))
         return pb.EmbedResponse()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from cluster.answers.answer import Answer
 from cluster.answers.choice import Piece, TextRules
 from cluster.answers.requests import ChoicePlan
+from cluster.language.side_threads import SideThreads
 from cluster.language.text import TextModel
 from cluster.routing.fleet import Fleet
 from cluster.sessions.desk import Turn
@@ -27,11 +28,12 @@ class SessionAnswer(Answer):
         plans: Sequence[ChoicePlan],
         rules: TextRules,
         meter: RequestMeter,
+        threads: SideThreads,
         turn: Turn,
         *,
         scored: bool,
     ) -> None:
-        super().__init__(fleet, text, plans, rules, meter, scored=scored)
+        super().__init__(fleet, text, plans, rules, meter, threads, scored=scored)
         self._turn = turn
 
     async def next(self, timeout_s: float) -> list[Piece]:

@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from itertools import chain
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -94,14 +95,17 @@ class AnswerResponse(Response):
 
     async def _send_events(self, send: Send) -> bytes:
         """Send the answer as it grows; returns the events that close the stream."""
-        pieces = self._answer.start()
+        pieces = await self._answer.start()
         while not self._answer.finished:
             news = await self._answer.next(self._delivery.keepalive_s)
             pieces += news
-            events = self._telling.events(pieces)
+            events = await self._events(pieces)
             await self._send_event_bytes(send, events if news else events + b": still here\n\n")
             pieces = []
-        return self._telling.events(pieces) + self._telling.closing(self._answer.counts())
+        return await self._events(pieces) + self._telling.closing(self._answer.counts())
+
+    async def _events(self, pieces: list[Piece]) -> bytes:
+        return await self._answer.written(pieces, lambda: self._telling.events(pieces))
 
     async def _send_event_bytes(self, send: Send, events: bytes, *, more: bool = True) -> None:
         if not self._streaming:
@@ -124,12 +128,13 @@ async def whole_answer(answer: Answer, telling: Telling) -> bytes:
 
 async def _whole(answer: Answer, telling: Telling) -> bytes:
     choices: list[list[Piece]] = [[] for _ in range(answer.num_choices)]
-    for piece in answer.start():
+    for piece in await answer.start():
         choices[piece.index].append(piece)
     while not answer.finished:
         for piece in await answer.next(_LOOK_S):
             choices[piece.index].append(piece)
-    return telling.whole(answer.best(choices), answer.counts())
+    pieces = chain.from_iterable(choices)
+    return await answer.written(pieces, lambda: telling.whole(answer.best(choices), answer.counts()), whole=True)
 
 
 async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -> bool:

@@ -168,8 +168,12 @@ class _Endpoints:
         maker = self._models.of(body.model)
         model, tokens = maker.model(body.model).model, maker.service.text.tokens
         ids = await maker.token_ids(body)
-        names = [tokens.name(token) for token in ids] if body.return_token_strs else None
-        return _json(wire.Tokenized(count=len(ids), max_model_len=model.context, tokens=ids, token_strs=names))
+
+        def write() -> Response:
+            names = [tokens.name(token) for token in ids] if body.return_token_strs else None
+            return _json(wire.Tokenized(count=len(ids), max_model_len=model.context, tokens=ids, token_strs=names))
+
+        return await maker.threads.run_admitted(len(ids), write)
 
     async def detokenize(self, request: Request) -> Response:
         body = await self.read(request, lambda value: validate(DetokenizeBody, value))

@@ -40,7 +40,7 @@ def add_embedding_route(app: FastAPI, models: Models, read: ReadBody, terms_of: 
         async def work() -> bytes:
             vectors = await embed(maker.service.fleet, plan)
             meter.prompt(vectors.num_tokens)
-            return await maker.threads.run(vectors.rows.size, lambda: embeddings_json(body, plan, vectors))
+            return await maker.threads.run_admitted(vectors.rows.size, lambda: embeddings_json(body, plan, vectors))
 
         return WholeResponse(work, meter, terms)
 

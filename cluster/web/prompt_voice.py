@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 from cluster.answers.answer import Answer
 from cluster.answers.choice import Piece
 from cluster.language.detokeniser import TokenBytes
+from cluster.web.json_parts import json_list
 from planner.request import TokenLogprobs
-from protos import openai_answers as wire
 from protos.openai import GenerationBody
 
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity; the number that OpenAI's own answers use
+LOWEST_LOGPROB: Final = -9999.0  # JSON has no infinity; the number that OpenAI's own answers use
 
 
 class PromptVoice:
-    """Owner: one answer's voice. Every method gives fields to add; none where nothing was asked for."""
+    """Owner: one answer's voice. Every method gives fields to add; none where nothing was asked for. `scores` are JSON
+    already."""
 
     def __init__(self, answer: Answer, tokens: TokenBytes, body: GenerationBody) -> None:
         self._answer = answer
@@ -27,15 +28,14 @@ class PromptVoice:
 
     def prompt(self, index: int) -> dict[str, Any]:
         """The prompt of the index-th choice."""
-        fields: dict[str, Any] = {}
-        if not self._ids and self._num_top is None:
-            return fields
-        told = self._answer.prompt_of(index)
-        if self._ids:
-            fields["prompt_token_ids"] = list(told.ids)
-        if self._num_top is not None:
-            fields["prompt_logprobs"] = [self._scored(score, self._num_top) for score in told.scores]
-        return fields
+        return {"prompt_token_ids": list(self._answer.prompt_of(index).ids)} if self._ids else {}
+
+    def scores(self, index: int) -> dict[str, bytes]:
+        """The log probabilities of the index-th choice's prompt."""
+        if (num_top := self._num_top) is None:
+            return {}
+        scores = self._answer.prompt_of(index).scores
+        return {"prompt_logprobs": json_list(self._scored(score, num_top) for score in scores)}
 
     def tokens(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The token ids of these pieces of a choice."""
@@ -46,13 +46,14 @@ class PromptVoice:
         """Whether a piece has something to tell as soon as it has tokens."""
         return self._ids
 
-    def _scored(self, score: TokenLogprobs, num_top: int) -> dict[str, wire.PromptLogprob] | None:
+    def _scored(self, score: TokenLogprobs, num_top: int) -> dict[str, dict[str, Any]] | None:
+        """As a `wire.PromptLogprob` for each token."""
         if score.logprob is None:
             return None
         found = {token: (logprob, rank) for rank, (token, logprob) in enumerate(score.top[:num_top], 1)}
         own = found.pop(score.token, (score.logprob, None))
         return {
-            str(token): wire.PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=self._tokens.name(token))
+            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": self._tokens.name(token)}
             for token, (logprob, rank) in ((score.token, own), *found.items())
         }
 

@@ -38,7 +38,8 @@ def add_response_route(app: FastAPI, models: Models, read: ReadBody, terms_of: C
             body = await read(request, lambda value: validate(ResponsesBody, value))
             maker = models.of(body.model)
         with maker.service.meter.admission(), own_names():
-            answer, name, new_reader = await maker.chat(chat_of(body), terms)
+            size = maker.threads.size_of(body.input, body.tools)
+            answer, name, new_reader = await maker.chat(await maker.threads.run(size, lambda: chat_of(body)), terms)
         telling = ResponseTelling(body, name, new_reader)
         return AnswerResponse(answer, telling, Delivery(stream=body.stream, keepalive_s=keepalive_s, terms=terms))
 

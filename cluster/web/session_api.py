@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from cluster.answers.maker import AnswerMaker
@@ -20,6 +22,7 @@ from protos.openai_sessions import ForkBody, OpenBody
 
 SESSION: str = "x-session-id"
 Account = Callable[[Request], str]
+B = TypeVar("B", bound=BaseModel)
 
 
 def named_session(request: Request, body: CompletionBody) -> str | None:
@@ -58,7 +61,7 @@ class _Endpoints:
         self._account = account
 
     async def open(self, request: Request) -> Response:
-        body = validate(OpenBody, await self._object(request))
+        body = await self._body(request, OpenBody)
         maker = self._models.of(body.model)
         maker.model(body.model)
         return _card(maker, await maker.sessions.open(self._account(request)))
@@ -73,7 +76,7 @@ class _Endpoints:
         return _card(maker, await maker.sessions.get(session_id, account))
 
     async def fork(self, request: Request, session_id: str) -> Response:
-        body = validate(ForkBody, await self._object(request))
+        body = await self._body(request, ForkBody)
         maker, account = await self._maker_of(request, session_id)
         return _card(maker, await maker.sessions.fork(session_id, account, body.at))
 
@@ -83,10 +86,14 @@ class _Endpoints:
         gone = wire.SessionDeleted(id=session_id, object="session.deleted", deleted=True)
         return json_response(gone.model_dump_json().encode())
 
-    async def _object(self, request: Request) -> dict[str, object]:
-        settings = self._models.first.service.settings
+    async def _body(self, request: Request, kind: type[B]) -> B:
+        """What is not sent is an empty one. Raises `InvalidRequest`."""
+        front = self._models.first
+        settings = front.service.settings
         data = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
-        return parse_object(data) if data.strip() else {}
+        return await front.threads.run(
+            len(data) // 16, lambda: validate(kind, parse_object(data) if data.strip() else {})
+        )
 
     async def _maker_of(self, request: Request, session_id: str) -> tuple[AnswerMaker, str]:
         """That of the session's model, and whose request it is."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from cluster.answers.answer import TokenCounts
 from cluster.answers.choice import Piece, ScoredToken
 from cluster.language.detokeniser import TokenBytes
 from cluster.language.message_parts import Part
 from cluster.language.message_reader import MessageReader, NewReader
+from cluster.web.json_parts import json_columns, json_list, json_object, with_fields
 from cluster.web.message_wire import delta_of, message_of
 from cluster.web.prompt_voice import PromptVoice, finite
 from planner.request import TokenLogprobs
@@ -46,49 +47,50 @@ class CompletionVoice:
         self._scored = scored
         self._prompt = prompt
         self._opened: set[int] = set()
-        self._frame = _Frame(self._envelope([]))
+        self._frame = _Frame(self._envelope())
 
     def chunk(self, piece: Piece, counts: TokenCounts | None = None) -> bytes | None:
         if _is_silent(piece) and not (self._prompt.tells_ids and piece.tokens):
             return None
-        choice = self._choice(piece.index, [piece])
-        if piece.index not in self._opened:
-            self._opened.add(piece.index)
-            choice = choice.model_copy(update=self._prompt.prompt(piece.index))
-        return self._frame.around(choice, counts)
+        opens = piece.index not in self._opened
+        self._opened.add(piece.index)
+        return self._frame.around([self._choice(piece.index, [piece], opens=opens)], counts)
 
     def usage_chunk(self, counts: TokenCounts) -> bytes:
-        return self._envelope([], counts).to_json()
+        return self._envelope().model_copy(update={"usage": usage(counts)}).to_json()
 
     def whole(self, choices: Sequence[Sequence[Piece]], counts: TokenCounts) -> bytes:
-        told = [
-            self._choice(index, pieces).model_copy(update=self._prompt.prompt(index))
-            for index, pieces in enumerate(choices)
-        ]
-        return self._envelope(told, counts).to_json()
+        return self._frame.around([self._choice(*numbered, opens=True) for numbered in enumerate(choices)], counts)
 
-    def _envelope(self, choices: list[wire.CompletionChoice], counts: TokenCounts | None = None) -> wire.Completion:
-        answer = wire.Completion(
-            id=self._id, object="text_completion", created=self._created, model=self._model, choices=choices
+    def _envelope(self) -> wire.Completion:
+        return wire.Completion(
+            id=self._id, object="text_completion", created=self._created, model=self._model, choices=[]
         )
-        return answer if counts is None else answer.model_copy(update={"usage": usage(counts)})
 
-    def _choice(self, index: int, pieces: Sequence[Piece]) -> wire.CompletionChoice:
-        scores = [score for piece in pieces for score in piece.scores]
-        return wire.CompletionChoice(
+    def _choice(self, index: int, pieces: Sequence[Piece], *, opens: bool) -> bytes:
+        """`opens`: the prompt is told, too."""
+        choice = wire.CompletionChoice(
             index=index,
             text="".join(piece.text for piece in pieces),
-            logprobs=self._logprobs(scores) if self._scored else None,
+            logprobs=None,
             finish_reason=_finish_reason(pieces),
-        ).model_copy(update=self._prompt.tokens(pieces))
-
-    def _logprobs(self, scores: Sequence[ScoredToken]) -> wire.CompletionLogprobs:
-        return wire.CompletionLogprobs(
-            tokens=[self._name(score.logprobs.token) for score in scores],
-            token_logprobs=[None if (p := score.logprobs.logprob) is None else finite(p) for score in scores],
-            top_logprobs=[self._alternatives(score.logprobs) for score in scores],
-            text_offset=[score.offset for score in scores],
         )
+        news = self._prompt.tokens(pieces) | (self._prompt.prompt(index) if opens else {})
+        scores = self._prompt.scores(index) if opens else {}
+        if self._scored:
+            scores["logprobs"] = self._logprobs([score for piece in pieces for score in piece.scores])
+        return with_fields(choice.model_copy(update=news), scores)
+
+    def _logprobs(self, scores: Sequence[ScoredToken]) -> bytes:
+        """As `wire.CompletionLogprobs`."""
+        known = (None if (p := score.logprobs.logprob) is None else finite(p) for score in scores)
+        columns: dict[str, Iterable[object]] = {
+            "tokens": (self._name(score.logprobs.token) for score in scores),
+            "token_logprobs": known,
+            "top_logprobs": (self._alternatives(score.logprobs) for score in scores),
+            "text_offset": (score.offset for score in scores),
+        }
+        return json_columns(len(scores), columns)
 
     def _alternatives(self, score: TokenLogprobs) -> dict[str, float] | None:
         """The most likely tokens and, as OpenAI has it, the chosen one."""
@@ -134,11 +136,9 @@ class ChatVoice:
         if not (opens or parts or piece.scores or tells_ids) and piece.ending is None:
             return None
         delta, reason = delta_of(parts, opens=opens), self._finish_reason([piece])
-        choice = wire.ChatChunkChoice(
-            index=piece.index, delta=delta, logprobs=self._logprobs([piece]), finish_reason=reason
-        )
+        choice = wire.ChatChunkChoice(index=piece.index, delta=delta, logprobs=None, finish_reason=reason)
         news = self._prompt.tokens([piece]) | (self._prompt.prompt(piece.index) if opens else {})
-        return self._frame.around(choice.model_copy(update=news), counts)
+        return self._frame.around([with_fields(choice.model_copy(update=news), self._scores([piece]))], counts)
 
     def usage_chunk(self, counts: TokenCounts) -> bytes:
         return self._chunk().model_copy(update={"usage": usage(counts)}).to_json()
@@ -149,23 +149,18 @@ class ChatVoice:
             parts = self._read(pieces)
             reason = self._finish_reason(pieces)
             assert reason is not None, "only finished choices are told at once"
-            told.append(
-                wire.ChatChoice(
-                    index=index,
-                    message=message_of(parts),
-                    logprobs=self._logprobs(pieces),
-                    finish_reason=reason,
-                ).model_copy(update=self._prompt.tokens(pieces))
-            )
+            choice = wire.ChatChoice(index=index, message=message_of(parts), logprobs=None, finish_reason=reason)
+            told.append(with_fields(choice.model_copy(update=self._prompt.tokens(pieces)), self._scores(pieces)))
         answer = wire.ChatCompletion(
             id=self._id,
             object="chat.completion",
             created=self._created,
             model=self._model,
-            choices=told,
+            choices=[],
             usage=usage(counts),
         )
-        return answer.model_copy(update=self._prompt.prompt(0)).to_json()
+        fields = {"choices": b"[" + b",".join(told) + b"]"} | self._prompt.scores(0)
+        return with_fields(answer.model_copy(update=self._prompt.prompt(0)), fields)
 
     def _read(self, pieces: Sequence[Piece]) -> list[Part]:
         """The parts that the next pieces of one choice turn out to be."""
@@ -186,39 +181,35 @@ class ChatVoice:
             id=self._id, object="chat.completion.chunk", created=self._created, model=self._model, choices=[]
         )
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> wire.ChatLogprobs | None:
+    def _scores(self, pieces: Sequence[Piece]) -> dict[str, bytes]:
+        """As `wire.ChatLogprobs`; none where none were asked for."""
         if not self._scored:
-            return None
-        scores = [score.logprobs for piece in pieces for score in piece.scores]
-        return wire.ChatLogprobs(
-            content=[
-                wire.TokenLogprob(
-                    token=self._name(score.token),
-                    logprob=finite(0.0 if score.logprob is None else score.logprob),
-                    bytes=self._bytes(score.token),
-                    top_logprobs=[
-                        wire.TopLogprob(token=self._name(token), logprob=finite(p), bytes=self._bytes(token))
-                        for token, p in score.top
-                    ],
-                )
-                for score in scores
-            ],
-            refusal=None,
-        )
+            return {}
+        scores = (self._score(score.logprobs) for piece in pieces for score in piece.scores)
+        return {"logprobs": json_object({"content": json_list(scores), "refusal": b"null"})}
+
+    def _score(self, score: TokenLogprobs) -> dict[str, Any]:
+        """As a `wire.TokenLogprob`."""
+        told = self._named(score.token, 0.0 if score.logprob is None else score.logprob)
+        told["top_logprobs"] = [self._named(token, logprob) for token, logprob in score.top]
+        return told
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._name(token), "logprob": finite(logprob), "bytes": self._bytes(token)}
 
     def _bytes(self, token: int) -> list[int] | None:
         return None if token in self._tokens.special else list(self._tokens.of(token))
 
 
 class _Frame:
-    """The JSON around a chunk's one choice, written once: it is the same for all chunks of a stream."""
+    """The JSON around choices, written once: it is the same for all chunks of a stream."""
 
     def __init__(self, empty: wire.Completion | wire.ChatChunk) -> None:
         self._head = empty.to_json().removesuffix(b"]}")
 
-    def around(self, choice: wire.CompletionChoice | wire.ChatChunkChoice, counts: TokenCounts | None) -> bytes:
+    def around(self, choices: Sequence[bytes], counts: TokenCounts | None) -> bytes:
         tail = b"]}" if counts is None else b'],"usage":' + usage(counts).to_json() + b"}"
-        return self._head + choice.to_json() + tail
+        return self._head + b",".join(choices) + tail
 
 
 def usage(counts: TokenCounts) -> wire.Usage:
