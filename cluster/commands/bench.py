@@ -12,10 +12,9 @@ from cluster.bench import online as bench_online
 from cluster.bench.offline import DecodePoint, OfflineBench, ThroughputPoint
 from cluster.bench.workload import Workload
 from cluster.checkpoints import resolve
-from cluster.commands.argument_types import file_to_write, member_of, positive, positives
+from cluster.commands.argument_types import file_to_write, one_of, positive, positives, refuse_unread
 from cluster.commands.engine_flags import ADAPTERS, add_engine_flags, engine_config, given_engine_settings
 from cluster.offline.engine import OfflineEngine, open_offline
-from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
 from worker.executor import ProgramInfo
 
@@ -67,10 +66,7 @@ def offline_config(args: argparse.Namespace) -> EngineConfig:
 
     Raises `InvalidConfiguration` for a flag that the load would not read.
     """
-    for name, readers in READERS.items():
-        if getattr(args, name) is not None and args.workload not in readers:
-            flag = f"--{name.replace('_', '-')}"
-            raise InvalidConfiguration(f"{flag} means nothing to --workload {args.workload.value}", param=name)
+    refuse_unread(args, READERS)
     settings = given_engine_settings(args)
     settings["seed"] = args.seed
     settings["prefix_caching"] = False
@@ -136,13 +132,7 @@ def _shown(value: float | int) -> str:
 
 def _add_offline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a program, a hub id or smollm2-135m")
-    parser.add_argument(
-        "--workload",
-        type=member_of(Workload),
-        default=Workload.DECODE,
-        metavar="decode|mixed|prefill",
-        help="what is measured",
-    )
+    parser.add_argument("--workload", **one_of(Workload), default=Workload.DECODE, help="what is measured")
     parser.add_argument(
         "--batch-sizes", type=positives, metavar="N,N,...", help="decode: sequences at once (default: 1,8,32)"
     )
