@@ -274,6 +274,10 @@ async def test_files_are_listed_read_and_deleted_by_their_owner_alone(tmp_path: 
         assert ([one["id"] for one in listed["data"]], listed["has_more"]) == ([ids[2], ids[1]], True)
         rest = (await d.http.get("/v1/files", params={"limit": 2, "after": ids[1]})).json()
         assert ([one["id"] for one in rest["data"]], rest["has_more"]) == ([ids[0]], False)
+        oldest = (await d.http.get("/v1/files", params={"limit": 2, "order": "asc"})).json()
+        assert ([one["id"] for one in oldest["data"]], oldest["has_more"]) == ([ids[0], ids[1]], True)
+        last = (await d.http.get("/v1/files", params={"order": "asc", "after": ids[1]})).json()
+        assert ([one["id"] for one in last["data"]], last["has_more"]) == ([ids[2]], False)
         card = (await d.http.get(f"/v1/files/{ids[0]}")).json()
         content = (await d.http.get(f"/v1/files/{ids[0]}/content")).content
         assert (card["filename"], card["purpose"], card["bytes"]) == ("in.jsonl", "batch", len(content))
@@ -303,7 +307,11 @@ async def test_what_is_too_much_or_no_file_is_refused_and_nothing_is_kept(tmp_pa
         for limit in (0, "000000001" + "9" * 5000):
             assert refusal(await d.http.get("/v1/files", params={"limit": limit}))["param"] == "limit"
         asked = {"endpoint": CHAT_URL, "completion_window": "24h"}
-        refusal(await d.post("/v1/batches", **asked, input_file_id="file-none"), 404)
+        assert refusal(await d.http.get("/v1/files", params={"order": "up"}))["param"] == "order"
+        assert refusal(await d.http.get("/v1/files", params={"before": "x"}))["param"] == "before"
+        assert refusal(await d.http.get("/v1/batches", params={"order": "asc"}))["param"] == "order"
+        unknown = refusal(await d.post("/v1/batches", **asked, input_file_id="file-none"), 404)
+        assert unknown["param"] == "input_file_id"
         odd = {**asked, "endpoint": "/v1/moderations", "input_file_id": "f"}
         assert refusal(await d.post("/v1/batches", **odd))["param"] == "endpoint"
         d.fleet.gate.clear()
