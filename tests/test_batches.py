@@ -24,7 +24,7 @@ from cluster.models import single
 from cluster.routing.fleet import WorkerReport
 from cluster.routing.idle_room import num_allowed
 from cluster.web.api import create_app
-from planner.errors import ForwardFailed, QueueFull, WorkerLost
+from planner.errors import ForwardFailed, InvalidConfiguration, QueueFull, WorkerLost
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports_of
 from tests.http_desk import TEXT, Desk, desk, refusal, says, until
@@ -344,3 +344,11 @@ def test_idle_work_takes_three_quarters_of_what_others_leave(
     num_running: int, num_waiting: int, num_inside: int, allowed: int
 ) -> None:
     assert num_allowed(busy(num_running, num_waiting), num_inside) == allowed
+
+
+def test_a_store_that_cannot_be_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "batches.sqlite").mkdir()
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path, tmp_path / "file"):
+        with pytest.raises(InvalidConfiguration, match=f"batch_store is {folder}, where nothing can be kept: "):
+            BatchDesk(folder)

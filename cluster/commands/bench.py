@@ -15,6 +15,7 @@ from cluster.checkpoints import resolve
 from cluster.commands.argument_types import file_to_write, one_of, positive, positives, refuse_unread
 from cluster.commands.engine_flags import ADAPTERS, add_engine_flags, engine_config, given_engine_settings
 from cluster.offline.engine import OfflineEngine, open_offline
+from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
 from worker.executor import ProgramInfo
 
@@ -64,7 +65,7 @@ def execute_offline(args: argparse.Namespace) -> int:
 def offline_config(args: argparse.Namespace) -> EngineConfig:
     """The engine that the flags ask for; unless told otherwise all sequences of the load run at once.
 
-    Raises `InvalidConfiguration` for a flag that the load would not read.
+    Raises `InvalidConfiguration` for a flag that the load would not read, and a load that the engine would not run so.
     """
     refuse_unread(args, READERS)
     settings = given_engine_settings(args)
@@ -74,7 +75,13 @@ def offline_config(args: argparse.Namespace) -> EngineConfig:
         settings.setdefault("max_num_seqs", max(args.batch_sizes or BATCH_SIZES))
     if args.workload is Workload.MIXED:
         settings.setdefault("max_num_seqs", args.num_prompts or MIXED_PROMPTS)
-    return engine_config(str(resolve(args.model, report=print)), settings)
+    config = engine_config(str(resolve(args.model, report=print)), settings)
+    if args.workload is Workload.DECODE and (most := max(args.batch_sizes or BATCH_SIZES)) > config.max_num_seqs:
+        raise InvalidConfiguration(
+            f"--batch-sizes has {most}, and --max-num-seqs {config.max_num_seqs} lets no more run at once",
+            param="batch_sizes",
+        )
+    return config
 
 
 def measure(engine: OfflineEngine, args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
