@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
+
+from cluster.access.tenants import tenant_name
+
+ServedNames = tuple[Annotated[str, Field(min_length=1)], ...]
+"""What clients call a model."""
 
 
 class KeySettings(BaseModel):
@@ -17,7 +22,7 @@ class KeySettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    tenant: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,64}$")
+    tenant: Annotated[str, AfterValidator(tenant_name)] | None = None
     max_open_requests: int | None = Field(default=None, ge=1)
     requests_per_minute: int | None = Field(default=None, ge=1)
 
@@ -49,7 +54,7 @@ class ApiSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    served_model_names: tuple[str, ...] = ()
+    served_model_names: ServedNames = ()
     api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = ()
     keys: tuple[KeySettings, ...] = ()
     admin_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = ()

@@ -116,6 +116,10 @@ class Gateway(GrpcMethods):
         for one in self._each:
             one.drain()
 
+    async def num_open(self) -> int:
+        """Requests for tokens that are being answered here; asked over a Serve handle by whoever ends the service."""
+        return sum(one.maker.service.meter.num_open for one in self._each)
+
     async def check_health(self) -> None:
         for one in self._each:
             if one.streams.fault is not None:

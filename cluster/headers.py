@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from cluster.access.tenants import A_TENANT, GOOD_TENANT
 from cluster.telemetry.request_record import RequestRecord
 from planner.errors import InvalidRequest
-from planner.request import MAX_TENANT
 
 REQUEST_ID: Final = "x-request-id"
 DEADLINE: Final = "x-request-timeout-ms"
@@ -19,7 +19,6 @@ TENANT: Final = "x-tenant"
 BACKSTOP_S: Final = 0.25
 """A worker ends a request between two steps, and its word needs a moment to come."""
 
-_GOOD_TENANT: Final = re.compile(rf"[\x21-\x7e]{{1,{MAX_TENANT}}}")
 _GOOD_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -67,10 +66,8 @@ def terms(deadlines: Sequence[str], tenants: Sequence[str], account: str, record
     `account` is the tenant of a request that names none. Raises `InvalidRequest`.
     """
     given = [seconds for value in deadlines if (seconds := deadline_s(value)) is not None]
-    if len(set(tenants)) > 1 or not all(map(_GOOD_TENANT.fullmatch, tenants)):
-        raise InvalidRequest(
-            f"{TENANT} must be one name of at most {MAX_TENANT} printable ASCII characters without spaces", param=TENANT
-        )
+    if len(set(tenants)) > 1 or not all(map(GOOD_TENANT.fullmatch, tenants)):
+        raise InvalidRequest(f"{TENANT} must be {A_TENANT}", param=TENANT)
     now, record = time.monotonic(), record or RequestRecord()
     record.tenant = tenants[0] if tenants else account
     return Terms(record.tenant, now + min(given) if given else None, now, record)

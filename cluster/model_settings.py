@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.api_settings import ServedNames
 from cluster.serving.scaling import ScalingSettings
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
@@ -20,7 +21,7 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: EngineConfig
-    served_model_names: tuple[str, ...] = ()
+    served_model_names: ServedNames = ()
     num_workers: int = Field(default=1, ge=1)
     min_workers: int | None = Field(default=None, ge=1)
     max_workers: int | None = Field(default=None, ge=1)

@@ -24,4 +24,5 @@ def told_fault(fault: ValidationError, name: str | None = None) -> str:
         if first["msg"].startswith(subject):
             wanted = first["msg"].removeprefix(subject).partition(", ")[0].replace(" after validation", "")
             return f"{name} must {wanted}{given}"
-    return f"{name}: {first['msg'].removeprefix('Value error, ')}" if name else first["msg"]
+    told = first["msg"].removeprefix("Value error, ")
+    return told if not name else f"{name} {told}" if told.startswith("must ") else f"{name}: {told}"

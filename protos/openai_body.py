@@ -31,6 +31,14 @@ class RefusedField(ValueError):
         self.param = param
 
 
+def only_text(part: Any, kinds: tuple[str, ...], param: str) -> Any:
+    """`part`, a piece of a message's content. Raises `RefusedField` where it is of a kind that is not in `kinds`."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in kinds:
+        raise RefusedField(param, f"content of type {kind[:LONGEST_NAME]} is not supported; this model reads text")
+    return part
+
+
 class Body(BaseModel):
     """Base of all bodies."""
 

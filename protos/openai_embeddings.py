@@ -35,9 +35,11 @@ class EmbeddingBody(Body):
     @model_validator(mode="after")
     def _in_bounds(self) -> EmbeddingBody:
         if len(self.input) > MAX_INPUTS and isinstance(self.input[0], str | list) and not isinstance(self.input, str):
-            raise RefusedField("input", f"has {len(self.input)} texts; at most {MAX_INPUTS} are taken")
+            raise RefusedField("input", f"input has {len(self.input)} texts; at most {MAX_INPUTS} are taken")
         if self.truncate_prompt_tokens == 0:
-            raise RefusedField("truncate_prompt_tokens", "must be at least 1, or -1 for what fits")
+            raise RefusedField(
+                "truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for what fits"
+            )
         return self
 
 

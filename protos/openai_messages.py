@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
-from protos.openai_body import Body, Neutral, RefusedField
+from protos.openai_body import Body, Neutral, RefusedField, only_text
 from protos.openai_tools import MAX_TOOLS, Tool, ToolCall
 
 
@@ -19,10 +19,7 @@ class ContentPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _only_text(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise RefusedField("messages", f"content of type {kind} is not supported; this model reads text")
-        return data
+        return only_text(data, ("text",), "messages")
 
 
 def _content_shape(value: Any) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from protos.openai import Count
-from protos.openai_body import Body, Neutral
+from protos.openai_body import Body, Neutral, only_text
 from protos.openai_structured import JsonSchema, PlainFormat
 from protos.openai_tools import MAX_TOOLS, FunctionName
 
@@ -24,6 +24,11 @@ class TextPart(Body):
     text: str
     annotations: list[JsonValue] | None = None
     logprobs: list[JsonValue] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        return only_text(data, ("input_text", "output_text", "text"), "input")
 
 
 def _text_shape(value: Any) -> str:

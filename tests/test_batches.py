@@ -24,7 +24,7 @@ from cluster.models import single
 from cluster.routing.fleet import WorkerReport
 from cluster.routing.idle_room import num_allowed
 from cluster.web.api import create_app
-from planner.errors import ForwardFailed, QueueFull, WorkerLost
+from planner.errors import ForwardFailed, InvalidConfiguration, QueueFull, WorkerLost
 from tests.fake_fleet import FakeFleet
 from tests.fleet_reports import reports_of
 from tests.http_desk import TEXT, Desk, desk, refusal, says, until
@@ -274,6 +274,10 @@ async def test_files_are_listed_read_and_deleted_by_their_owner_alone(tmp_path: 
         assert ([one["id"] for one in listed["data"]], listed["has_more"]) == ([ids[2], ids[1]], True)
         rest = (await d.http.get("/v1/files", params={"limit": 2, "after": ids[1]})).json()
         assert ([one["id"] for one in rest["data"]], rest["has_more"]) == ([ids[0]], False)
+        oldest = (await d.http.get("/v1/files", params={"limit": 2, "order": "asc"})).json()
+        assert ([one["id"] for one in oldest["data"]], oldest["has_more"]) == ([ids[0], ids[1]], True)
+        last = (await d.http.get("/v1/files", params={"order": "asc", "after": ids[1]})).json()
+        assert ([one["id"] for one in last["data"]], last["has_more"]) == ([ids[2]], False)
         card = (await d.http.get(f"/v1/files/{ids[0]}")).json()
         content = (await d.http.get(f"/v1/files/{ids[0]}/content")).content
         assert (card["filename"], card["purpose"], card["bytes"]) == ("in.jsonl", "batch", len(content))
@@ -303,7 +307,11 @@ async def test_what_is_too_much_or_no_file_is_refused_and_nothing_is_kept(tmp_pa
         for limit in (0, "000000001" + "9" * 5000):
             assert refusal(await d.http.get("/v1/files", params={"limit": limit}))["param"] == "limit"
         asked = {"endpoint": CHAT_URL, "completion_window": "24h"}
-        refusal(await d.post("/v1/batches", **asked, input_file_id="file-none"), 404)
+        assert refusal(await d.http.get("/v1/files", params={"order": "up"}))["param"] == "order"
+        assert refusal(await d.http.get("/v1/files", params={"before": "x"}))["param"] == "before"
+        assert refusal(await d.http.get("/v1/batches", params={"order": "asc"}))["param"] == "order"
+        unknown = refusal(await d.post("/v1/batches", **asked, input_file_id="file-none"), 404)
+        assert unknown["param"] == "input_file_id"
         odd = {**asked, "endpoint": "/v1/moderations", "input_file_id": "f"}
         assert refusal(await d.post("/v1/batches", **odd))["param"] == "endpoint"
         d.fleet.gate.clear()
@@ -336,3 +344,11 @@ def test_idle_work_takes_three_quarters_of_what_others_leave(
     num_running: int, num_waiting: int, num_inside: int, allowed: int
 ) -> None:
     assert num_allowed(busy(num_running, num_waiting), num_inside) == allowed
+
+
+def test_a_store_that_cannot_be_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "batches.sqlite").mkdir()
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path, tmp_path / "file"):
+        with pytest.raises(InvalidConfiguration, match=f"batch_store is {folder}, where nothing can be kept: "):
+            BatchDesk(folder)

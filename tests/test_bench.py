@@ -259,8 +259,16 @@ async def test_the_command_ends_with_one_line_of_json(tmp_path: Path, capsys: py
     assert json.loads((tmp_path / "r.json").read_text()) == figures
 
 
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"text": "b"}', "prompt is missing"),
+        ("b", "it is not JSON: Expecting value: line 1 column 1"),
+        ("[1]", "it is no JSON object"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str, why: str) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    with pytest.raises(InvalidConfiguration, match=r"prompts\.jsonl:2"):
+    path.write_text(f'{{"prompt": "a"}}\n{line}\n')
+    with pytest.raises(InvalidConfiguration, match=rf"prompts\.jsonl:2 is not a prompt: {why}"):
         bench_online.read_prompts(path, 16)

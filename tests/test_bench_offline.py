@@ -93,6 +93,13 @@ def test_a_flag_that_the_load_would_not_read_is_refused(tmp_path: Path) -> None:
         bench_command.offline_config(args)
 
 
+def test_more_sequences_than_the_engine_runs_at_once_are_no_batch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    args = offline_args(str(tmp_path), "--batch-sizes", "4,5", "--max-num-seqs", "4")
+    with pytest.raises(InvalidConfiguration, match="--batch-sizes has 5, and --max-num-seqs 4 lets no more"):
+        bench_command.offline_config(args)
+
+
 def test_the_offline_engine_has_room_for_the_widest_batch_and_no_prefix_cache(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     config = bench_command.offline_config(offline_args(str(tmp_path), "--batch-sizes", "1,200", "--max-cells", "900"))

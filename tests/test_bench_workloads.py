@@ -117,6 +117,23 @@ def test_flags_choose_the_load() -> None:
     assert arguments().workload is OnlineWorkload.RANDOM
 
 
+@pytest.mark.parametrize(
+    ("words", "unread"),
+    [
+        (("--workload", "chat", "--input-len", "5"), "--input-len means nothing to --workload chat"),
+        (("--workload", "chat", "--output-len", "5"), "--output-len means nothing to --workload chat"),
+        (("--num-prefixes", "5"), "--num-prefixes means nothing to --workload random"),
+        (("--workload", "trace", "--trace", __file__, "--request-rate", "5"), "--request-rate means nothing to"),
+        (("--workload", "trace", "--trace", __file__, "--num-prompts", "5"), "--num-prompts means nothing to"),
+        (("--prompts", __file__, "--num-prompts", "5"), "--num-prompts means nothing to --prompts FILE"),
+        (("--prompts", __file__, "--workload", "chat"), "--workload means nothing to --prompts FILE"),
+    ],
+)
+def test_a_flag_that_the_load_would_not_read_is_refused(words: tuple[str, ...], unread: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=unread):
+        bench_online.chosen_load(arguments(*words))
+
+
 @pytest.mark.parametrize("words", [("--workload", "trace"), ("--trace", __file__)])
 def test_a_trace_and_its_file_go_together(words: tuple[str, ...]) -> None:
     with pytest.raises(InvalidConfiguration, match="go together"):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -56,6 +57,15 @@ def test_a_model_has_as_many_names_as_are_given() -> None:
         "b",
         "c",
     ]
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"http": {"served_model_names": [""]}}, {"others": [{"engine": {"model": "n"}, "served_model_names": [""]}]}],
+)
+def test_a_model_without_a_name_is_refused(beside: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfiguration, match=r"served_model_names\.0 must have at least 1 character"):
+        service_config({"engine": {"model": "m"}, **beside})
 
 
 def test_the_model_may_stand_in_the_file_and_the_command_line_replaces_it(tmp_path: Path) -> None:
@@ -117,6 +127,16 @@ def test_lists_and_switches_come_from_yaml_too(tmp_path: Path) -> None:
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(InvalidConfiguration, match=reason):
         settings(["m", "--config", config_file(tmp_path, text)])
+
+
+def test_a_value_that_no_flag_would_take_is_told_with_where_it_stands(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "max_cells: many\n")
+    with pytest.raises(InvalidConfiguration, match=rf"^{file}: max_cells: invalid int value: 'many'$"):
+        settings(["m", "--config", file])
+    with pytest.raises(InvalidConfiguration, match=r"^RAYCOMB_PORT: http is not a port"):
+        settings(["m"], {"RAYCOMB_PORT": "http"})
+    with pytest.raises(InvalidConfiguration, match=r"^RAYCOMB_DTYPE: invalid choice: 'int3'"):
+        settings(["m"], {"RAYCOMB_DTYPE": "int3"})
 
 
 def test_an_empty_file_is_no_settings_and_a_missing_one_is_an_error(tmp_path: Path) -> None:

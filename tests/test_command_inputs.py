@@ -30,7 +30,10 @@ from worker.kv_pool import KvPool, bytes_per_cell
         (["bench", "offline", "m", "--batch-sizes", "1,x"], "with commas between them, not 1,x"),
         (["bench", "offline", "m", "--workload", "x"], "--workload: 'x' is none of decode, mixed, prefill"),
         (["serve", "m", "--front", "x"], "--front: 'x' is none of auto, haproxy, python"),
-        (["keys", "--tenant", ""], "--tenant must match pattern"),
+        (
+            ["keys", "--tenant", "a b"],
+            "--tenant must be one name of at most 64 printable ASCII characters without spaces",
+        ),
         (["keys", "--max-open-requests", "0"], "--max-open-requests must be greater than or equal to 1, not 0"),
         (
             ["bench", "online", "--model", "m", "--base-url", "http://127.0.0.1:1/v1"],
@@ -39,6 +42,11 @@ from worker.kv_pool import KvPool, bytes_per_cell
         (["bench", "online", "--base-url", "http://127.0.0.1:1"], "does not answer: Connection refused"),
         (["bench", "online", "--num-prompts", "0"], "--num-prompts: a whole number of at least 1 is wanted, not 0"),
         (["bench", "online", "--workload", "x"], "--workload: 'x' is none of random, chat"),
+        (["bench", "online", "--request-rate", "0"], "--request-rate: a number above 0 is wanted, not 0"),
+        (["bench", "online", "--burstiness", "nan"], "--burstiness: a number above 0 is wanted, not nan"),
+        (["bench", "online", "--prefix-len", "5"], "--prefix-len means nothing to --workload random"),
+        (["doctor", "--grpc-target", "nowhere"], "a server's place looks like host:port, not 'nowhere'"),
+        (["serve", "m", "--tenant-weights", "acme=2"], "--tenant-weights: 'acme=2' is not JSON: Expecting value"),
         (["certs", "/dev/null"], "/dev/null cannot be made: File exists"),
         (["certs", "/dev/null/certs"], "/dev/null/certs cannot be made: Not a directory"),
         (["inspect", "/nowhere.pt2"], "/nowhere.pt2 cannot be read: No such file or directory"),

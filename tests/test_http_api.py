@@ -212,6 +212,14 @@ async def test_heads_are_answered_where_bodies_are() -> None:
         assert refusal(await d.http.delete("/health"), 405)["message"] == "/health takes GET or HEAD, not DELETE"
 
 
+async def test_a_wrong_method_is_told_of_every_right_one() -> None:
+    async with desk() as d:
+        patched = await d.http.patch("/v1/sessions")
+        assert refusal(patched, 405)["message"] == "/v1/sessions takes GET or HEAD or POST, not PATCH"
+        assert patched.headers["allow"] == "GET, HEAD, POST"
+        assert (await d.http.put("/v1/files/x")).headers["allow"] == "DELETE, GET, HEAD"
+
+
 async def test_a_model_without_a_template_does_not_chat() -> None:
     async with desk(text=tiny_text(template=None)) as d:
         assert "template" in refusal(await d.post("/v1/chat/completions", **CHAT))["message"]

@@ -184,6 +184,15 @@ async def test_what_is_not_supported_is_refused_by_its_name(body: dict[str, Any]
         assert not d.fleet.requests
 
 
+async def test_what_is_no_text_is_told_by_its_kind() -> None:
+    async with serving("hi") as d:
+        parts = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+        told = refusal(await d.post(PATH, input=parts))["message"]
+        assert told == "input[0].content[0]: content of type input_image is not supported; this model reads text"
+        told = refusal(await d.post(PATH, input=[{"type": "web_search_call"}]))["message"]
+        assert told.endswith('or a reasoning item, not an object of type "web_search_call"')
+
+
 async def test_what_asks_for_nothing_is_taken() -> None:
     async with serving("hi") as d:
         neutral = {"store": False, "background": False, "include": [], "truncation": "disabled", "reasoning": {}}

@@ -247,12 +247,23 @@ async def test_the_end_is_orderly_and_leaves_nothing(service: ServiceProcess, st
         service.signal_group(signal.SIGTERM)
         assert (await asyncio.wait_for(watch.read(), 5)).status == NOT_SERVING
         assert await watch.read() is grpc.aio.EOF
+        assert await told_while(streams, client) == {503}
         lasts = await asyncio.wait_for(asyncio.gather(*streams), 30)
         assert {last["choices"][0]["finish_reason"] for last in lasts} == {"length"}
     assert await asyncio.to_thread(service.wait, 30) == 0
     await asyncio.to_thread(wait_until, lambda: not service.processes(), 10, "every process has ended")
     assert not any("Traceback" in line for line in service.output), "".join(service.output)
     assert_steps_can_be_lived_again(step_logs)
+
+
+async def told_while(streams: list[asyncio.Task[Any]], client: httpx.AsyncClient) -> set[int]:
+    """What new requests are told while all of the streams go on."""
+    told = []
+    while True:
+        answer = await client.post("/v1/completions", json=body(2))
+        if any(stream.done() for stream in streams):
+            return set(told)
+        told.append(answer.status_code)
 
 
 def assert_steps_can_be_lived_again(step_logs: Path) -> None:

@@ -168,8 +168,10 @@ async def test_a_refused_request_leaves_the_session_as_it_was(owner: str) -> Non
         ({"prompt": ""}, "generation delta must not be empty"),
         ({"prompt": [5] * 64}, "generation delta exceeds the session position range"),
         ({"prompt": ["a", "b"]}, "a session takes one prompt at a time"),
-        ({"n": 2}, "a session allows no echo"),
+        ({"n": 2}, "a session allows no n over 1"),
+        ({"best_of": 2}, "a session allows no best_of over 1"),
         ({"echo": True}, "a session allows no echo"),
+        ({"truncate_prompt_tokens": 2}, "a session allows no truncate_prompt_tokens"),
         ({"max_tokens": 64}, "maximum context length"),
     ],
 )

@@ -151,8 +151,7 @@ class AnswerMaker:
         model, name, adapter = self.model(body.model)
         terms.record.note_model(name)
         text = self.service.text
-        if body.echo or body.num_made > 1 or body.truncate_prompt_tokens is not None:
-            raise InvalidRequest("a session allows no echo, no n or best_of over 1, no truncate_prompt_tokens")
+        _check_extends(body)
         if not session.is_empty and body.add_special_tokens is None:
             body = body.model_copy(update={"add_special_tokens": False})
         if body.prompt in ("", []):
@@ -221,3 +220,16 @@ class AnswerMaker:
         if highest >= model.vocab_size:
             raise InvalidRequest(f"token id {highest} is not below {model.vocab_size}", param="tokens")
         return await self.prompts.decoded(body.tokens)
+
+
+def _check_extends(body: CompletionBody) -> None:
+    """Raises `InvalidRequest` for what a session, which has one history, cannot go on with."""
+    asked = {
+        "echo": ("echo", body.echo),
+        "n": ("n over 1", body.n > 1),
+        "best_of": ("best_of over 1", body.num_made > 1),
+        "truncate_prompt_tokens": ("truncate_prompt_tokens", body.truncate_prompt_tokens is not None),
+    }
+    for name, (words, is_asked) in asked.items():
+        if is_asked:
+            raise InvalidRequest(f"a session allows no {words}", param=name)

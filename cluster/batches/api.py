@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,14 +57,19 @@ def kept(batches: Batches | None) -> Batches:
     return batches
 
 
-def page_of(request: Request) -> Page:
-    """What part of a list is asked for. Raises `InvalidRequest`."""
+def page_of(request: Request, others: Set[str] = frozenset()) -> Page:
+    """What part of a list is asked for; `others` may be asked beside it. Raises `InvalidRequest`."""
     query = request.query_params
+    if unknown := sorted(query.keys() - {"limit", "after"} - others):
+        raise InvalidRequest(f"{unknown[0][:40]} is not a parameter of this list", param=unknown[0][:40])
     limit = query.get("limit", "20")
     is_number = limit.isascii() and limit.isdecimal() and len(limit) < 10
     if not is_number or not 1 <= int(limit) <= MOST_ON_A_PAGE:
         raise InvalidRequest(f"limit must lie in [1, {MOST_ON_A_PAGE}], not {limit[:20]!r}", param="limit")
-    return Page(query.get("after"), int(limit))
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order must be asc or desc, not {order[:20]!r}", param="order")
+    return Page(query.get("after"), int(limit), oldest_first=order == "asc")
 
 
 def answered(value: Answer) -> Response:
@@ -97,7 +102,7 @@ class _Endpoints:
         )
 
         def add(store: BatchStore) -> None:
-            if store.file(account, body.input_file_id).purpose != "batch":
+            if store.file(account, body.input_file_id, "input_file_id").purpose != "batch":
                 raise InvalidRequest("input_file_id names a file that is no input of a batch", param="input_file_id")
             store.add_batch(account, batch, self._settings.max_open_batches_per_key)
 

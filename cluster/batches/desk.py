@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from cluster.batches.store import BatchStore
+from planner.errors import InvalidConfiguration
 
 T = TypeVar("T")
 
@@ -17,8 +19,13 @@ class BatchDesk:
     """Owner of the store and of its thread. Lives on a gateway's event loop."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens the store, which takes some milliseconds. Raises `OSError` or `sqlite3.Error` where it cannot."""
-        self._store = BatchStore(folder)
+        """Opens the store, which takes some milliseconds. Raises `InvalidConfiguration` where it cannot."""
+        try:
+            self._store = BatchStore(folder)
+        except (OSError, sqlite3.Error) as error:
+            raise InvalidConfiguration(
+                f"batch_store is {folder}, where nothing can be kept: {error}", param="batch_store"
+            ) from error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
 
     async def ask(self, question: Callable[[BatchStore], T]) -> T:

@@ -60,7 +60,8 @@ class _Endpoints:
         return answered(await desk.ask(lambda store: _added(store, account, path, name, most)))
 
     async def list(self, request: Request) -> Response:
-        page, account, purpose = page_of(request), self._account(request), request.query_params.get("purpose")
+        account = self._account(request)
+        page, purpose = page_of(request, {"purpose", "order"}), request.query_params.get("purpose")
         data, has_more = await kept(self._batches).desk.ask(lambda store: store.files(account, purpose, page))
         return answered(FileList(data=data, has_more=has_more))
 

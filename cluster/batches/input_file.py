@@ -20,7 +20,7 @@ def read_batch_lines(path: Path, skipped: frozenset[int] = frozenset()) -> Itera
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if raw.strip() and number not in skipped:
-                yield number, validate(BatchLine, parse_object(raw))
+                yield number, validate(BatchLine, parse_object(raw, "the line"))
 
 
 def check_batch_file(path: Path, endpoint: BatchEndpoint, most_lines: int) -> tuple[int, list[BatchError]]:
@@ -36,7 +36,7 @@ def check_batch_file(path: Path, endpoint: BatchEndpoint, most_lines: int) -> tu
             if not raw.strip():
                 continue
             try:
-                line = validate(BatchLine, parse_object(raw))
+                line = validate(BatchLine, parse_object(raw, "the line"))
             except InvalidRequest as fault:
                 errors.append(_error("invalid_json_line", fault.message, fault.param, number))
                 continue

@@ -37,10 +37,11 @@ CREATE TABLE IF NOT EXISTS results (
 
 
 class Page(NamedTuple):
-    """Part of a list, newest first: `limit` entries behind the one with the id `after`."""
+    """Part of a list, newest first unless `oldest_first`: `limit` entries behind the one with the id `after`."""
 
     after: str | None = None
     limit: int = 20
+    oldest_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +96,11 @@ class BatchStore:
         self._run("INSERT INTO files (id, account, card) VALUES (?, ?, ?)", card.id, account, card.model_dump_json())
         return card
 
-    def file(self, account: str, file_id: str) -> FileCard:
-        """Raises `UnknownFile`."""
+    def file(self, account: str, file_id: str, param: str = "file_id") -> FileCard:
+        """Raises `UnknownFile`; `param` is what named the file."""
         found = self._run("SELECT card FROM files WHERE id = ? AND account = ?", file_id, account).fetchone()
         if found is None:
-            raise UnknownFile(f"there is no file {file_id!r}", param="file_id")
+            raise UnknownFile(f"there is no file {file_id!r}", param=param)
         return FileCard.model_validate_json(found[0])
 
     def path(self, account: str, file_id: str) -> Path:
@@ -108,9 +109,10 @@ class BatchStore:
 
     def files(self, account: str, purpose: str | None, page: Page) -> tuple[list[FileCard], bool]:
         """The account's files, those of one `purpose` where it is given, and whether there are more."""
-        text = "SELECT card FROM files WHERE account = ? AND number < ? AND json_extract(card, '$.purpose') = "
-        text += "coalesce(?, json_extract(card, '$.purpose')) ORDER BY number DESC LIMIT ?"
-        rows = self._run(text, account, self._before("files", account, page), purpose, page.limit + 1)
+        behind, order = (">", "ASC") if page.oldest_first else ("<", "DESC")
+        text = f"SELECT card FROM files WHERE account = ? AND number {behind} ? AND json_extract(card, '$.purpose') = "
+        text += f"coalesce(?, json_extract(card, '$.purpose')) ORDER BY number {order} LIMIT ?"
+        rows = self._run(text, account, self._behind("files", account, page), purpose, page.limit + 1)
         cards = [FileCard.model_validate_json(card) for (card,) in rows]
         return cards[: page.limit], len(cards) > page.limit
 
@@ -143,7 +145,7 @@ class BatchStore:
     def batches(self, account: str, page: Page) -> tuple[list[Batch], bool]:
         """The account's batches, and whether there are more."""
         text = "SELECT batch FROM batches WHERE account = ? AND number < ? ORDER BY number DESC LIMIT ?"
-        rows = self._run(text, account, self._before("batches", account, page), page.limit + 1).fetchall()
+        rows = self._run(text, account, self._behind("batches", account, page), page.limit + 1).fetchall()
         found = [self._counted(Batch.model_validate_json(batch)) for (batch,) in rows]
         return found[: page.limit], len(found) > page.limit
 
@@ -240,10 +242,10 @@ class BatchStore:
             raise
         self._run("COMMIT")
 
-    def _before(self, table: Literal["files", "batches"], account: str, page: Page) -> int:
-        """Rows of the page have lower numbers."""
+    def _behind(self, table: Literal["files", "batches"], account: str, page: Page) -> int:
+        """Rows of the page have lower numbers, or higher ones where the oldest come first."""
         if page.after is None:
-            return 2**62
+            return 0 if page.oldest_first else 2**62
         last = self._run(f"SELECT number FROM {table} WHERE id = ? AND account = ?", page.after, account).fetchone()
         if last is None:
             raise InvalidRequest(f"after names {page.after!r}, which is not in the list", param="after")

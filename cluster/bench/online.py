@@ -21,11 +21,37 @@ from cluster.bench.latency import LoadResult, RequestRecord, result_block
 from cluster.bench.reach import check_reachable, first_model
 from cluster.bench.sse_client import HttpError, Target, post_events
 from cluster.bench.workloads import OnlineWorkload, Prompt
-from cluster.commands.argument_types import file_to_read, file_to_write, member_of, positive, service_url
+from cluster.commands.argument_types import (
+    file_to_read,
+    file_to_write,
+    one_of,
+    positive,
+    positive_number,
+    refuse_unread,
+    service_url,
+)
+from cluster.commands.help_format import flag_of
+from cluster.commands.service_client import bearer
 from cluster.commands.terminal import say
 from planner.errors import InvalidConfiguration
 
 PATH = "/v1/completions"
+NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 100, 128, 128
+NUM_PREFIXES, PREFIX_LEN = 20, 512
+_LENGTHS = (OnlineWorkload.RANDOM, OnlineWorkload.SHARED_PREFIX)
+_DRAWN = (*_LENGTHS, OnlineWorkload.CHAT)
+# Flags that only some loads read; giving one to another load is refused.
+READERS = {
+    "num_prompts": _DRAWN,
+    "request_rate": _DRAWN,
+    "burstiness": _DRAWN,
+    "input_len": _LENGTHS,
+    "output_len": _LENGTHS,
+    "prefix_len": (OnlineWorkload.SHARED_PREFIX,),
+    "num_prefixes": (OnlineWorkload.SHARED_PREFIX,),
+}
+# What a file of prompts says itself.
+IN_FILE = ("num_prompts", "input_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +76,7 @@ class Server:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+        return bearer(self.api_key)
 
 
 async def ask(server: Server, prompt: Prompt) -> RequestRecord:
@@ -124,22 +150,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="NAME", help="model to ask for; not given: the first that the server lists")
     parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
-    parser.add_argument("--num-prompts", type=positive, default=100, metavar="N", help="requests to send")
-    parser.add_argument("--request-rate", type=float, default=math.inf, help="requests a second (Poisson), or inf")
+    parser.add_argument("--num-prompts", type=positive, metavar="N", help=f"requests to send (default: {NUM_PROMPTS})")
+    parser.add_argument(
+        "--request-rate",
+        type=positive_number,
+        metavar="NUMBER",
+        help="requests a second (Poisson), or inf (default: inf)",
+    )
     parser.add_argument("--max-concurrency", type=positive, metavar="N", help="most requests in flight (default: all)")
-    parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly")
     parser.add_argument(
-        "--workload",
-        type=member_of(OnlineWorkload),
-        default=OnlineWorkload.RANDOM,
-        metavar="random|chat|shared-prefix|trace",
-        help="which prompts",
+        "--burstiness",
+        type=positive_number,
+        metavar="NUMBER",
+        help="1: Poisson; less: in bursts; more: evenly (default: 1)",
+    )
+    parser.add_argument("--workload", **one_of(OnlineWorkload), default=OnlineWorkload.RANDOM, help="which prompts")
+    parser.add_argument(
+        "--prefix-len", type=positive, metavar="N", help=f"shared-prefix: tokens of each prefix (default: {PREFIX_LEN})"
     )
     parser.add_argument(
-        "--prefix-len", type=positive, default=512, metavar="N", help="shared-prefix: tokens of each prefix"
-    )
-    parser.add_argument(
-        "--num-prefixes", type=positive, default=20, metavar="N", help="shared-prefix: how many there are"
+        "--num-prefixes",
+        type=positive,
+        metavar="N",
+        help=f"shared-prefix: how many there are (default: {NUM_PREFIXES})",
     )
     parser.add_argument(
         "--trace",
@@ -150,8 +183,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--goodput", nargs="+", default=[], metavar="MEASURE:MS", help="count requests within ttft, tpot and e2el"
     )
-    parser.add_argument("--input-len", type=positive, default=128, metavar="N", help="tokens of each random prompt")
-    parser.add_argument("--output-len", type=positive, default=128, metavar="N", help="tokens of each answer")
+    parser.add_argument(
+        "--input-len", type=positive, metavar="N", help=f"tokens of each random prompt (default: {INPUT_LEN})"
+    )
+    parser.add_argument(
+        "--output-len", type=positive, metavar="N", help=f"tokens of each answer (default: {OUTPUT_LEN})"
+    )
     parser.add_argument(
         "--vocab-size", type=positive, default=32_000, metavar="N", help="random token ids are below this"
     )
@@ -181,10 +218,11 @@ def read_prompts(path: Path, output_len: int) -> list[Prompt]:
         if not line.strip():
             continue
         try:
-            item = json.loads(line)
+            item = bench_workloads.line_object(line)
             prompts.append(Prompt(item.get("prompt_token_ids") or item["prompt"], item.get("max_tokens", output_len)))
-        except (ValueError, KeyError, AttributeError) as fault:
-            raise InvalidConfiguration(f"{path}:{number} is not a prompt: {fault!r}", param="prompts") from fault
+        except (ValueError, KeyError) as fault:
+            told = bench_workloads.said(fault)
+            raise InvalidConfiguration(f"{path}:{number} is not a prompt: {told}", param="prompts") from fault
     return prompts
 
 
@@ -192,28 +230,42 @@ def chosen_load(args: argparse.Namespace) -> tuple[list[Prompt], list[float] | N
     """What the flags ask for, and when it is sent where the load itself says so. Raises `InvalidConfiguration`."""
     if (args.trace is not None) != (args.workload is OnlineWorkload.TRACE):
         raise InvalidConfiguration("--trace FILE and --workload trace go together", param="trace")
+    refuse_unread(args, READERS)
     if args.prompts is not None:
-        return read_prompts(args.prompts, args.output_len), None
+        _check_prompts_alone(args)
+        return read_prompts(args.prompts, args.output_len or OUTPUT_LEN), None
+    num_prompts, input_len, output_len = (
+        args.num_prompts or NUM_PROMPTS,
+        args.input_len or INPUT_LEN,
+        args.output_len or OUTPUT_LEN,
+    )
     match args.workload:
         case OnlineWorkload.TRACE:
             return bench_workloads.read_trace(args.trace, vocab_size=args.vocab_size, seed=args.seed)
         case OnlineWorkload.CHAT:
-            return bench_workloads.chat(args.num_prompts, vocab_size=args.vocab_size, seed=args.seed), None
+            return bench_workloads.chat(num_prompts, vocab_size=args.vocab_size, seed=args.seed), None
         case OnlineWorkload.SHARED_PREFIX:
             prompts = bench_workloads.shared_prefix(
-                args.num_prompts,
-                num_prefixes=args.num_prefixes,
-                prefix_len=args.prefix_len,
-                input_len=args.input_len,
-                output_len=args.output_len,
+                num_prompts,
+                num_prefixes=args.num_prefixes or NUM_PREFIXES,
+                prefix_len=args.prefix_len or PREFIX_LEN,
+                input_len=input_len,
+                output_len=output_len,
                 vocab_size=args.vocab_size,
                 seed=args.seed,
             )
             return prompts, None
-    items = workload.uniform(
-        args.num_prompts, args.input_len, args.output_len, vocab_size=args.vocab_size, seed=args.seed
-    )
+    items = workload.uniform(num_prompts, input_len, output_len, vocab_size=args.vocab_size, seed=args.seed)
     return [Prompt(list(item.prompt), item.output_len) for item in items], None
+
+
+def _check_prompts_alone(args: argparse.Namespace) -> None:
+    """Raises `InvalidConfiguration` for what a file of prompts leaves no room for."""
+    given = [flag_of(name) for name in IN_FILE if getattr(args, name) is not None]
+    if args.workload is not OnlineWorkload.RANDOM:
+        given.append("--workload")
+    if given:
+        raise InvalidConfiguration(f"{given[0]} means nothing to --prompts FILE", param="prompts")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -227,12 +279,13 @@ def execute(args: argparse.Namespace) -> int:
     if args.model is None:
         say(f"asking for {model}, which the server lists first")
     server = Server(Target.parse(args.base_url), model, args.api_key, args.ignore_eos)
+    request_rate, burstiness = args.request_rate or math.inf, args.burstiness or 1.0
     result = asyncio.run(
         run_load(
             server,
             prompts,
-            request_rate=args.request_rate,
-            burstiness=args.burstiness,
+            request_rate=request_rate,
+            burstiness=burstiness,
             times=times,
             max_concurrency=args.max_concurrency,
             seed=args.seed,
@@ -247,9 +300,9 @@ def execute(args: argparse.Namespace) -> int:
         "base_url": args.base_url,
         "model": model,
         "seed": args.seed,
-        "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
+        "request_rate": "inf" if math.isinf(request_rate) else request_rate,
         "workload": args.workload.value,
-        "burstiness": args.burstiness,
+        "burstiness": burstiness,
         **result.summary(slo),
     }
     if args.result is not None:

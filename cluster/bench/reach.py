@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import urllib.error
-import urllib.request
 from typing import Final
 
 from cluster.bench.sse_client import Target
-from cluster.commands.ask import DIRECT
+from cluster.commands.service_client import opened
 from planner.errors import InvalidConfiguration, Unavailable
 
 ANSWER_S: Final = 10.0
@@ -27,10 +26,8 @@ def check_reachable(base_url: str) -> None:
 def first_model(base_url: str, api_key: str | None) -> str:
     """The name that the server's `/v1/models` lists first. Raises `Unavailable`, or `InvalidConfiguration` where the
     server does not tell."""
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    request = urllib.request.Request(f"{base_url}/v1/models", headers=headers)
     try:
-        with urllib.request.build_opener(DIRECT).open(request, timeout=ANSWER_S) as answer:
+        with opened(f"{base_url}/v1/models", patience_s=ANSWER_S, api_key=api_key) as answer:
             return str(json.load(answer)["data"][0]["id"])
     except urllib.error.HTTPError as error:
         hint = "give --api-key" if error.code == 401 else "give --model"

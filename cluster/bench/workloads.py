@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
+from cluster.bench.workload import check_positive
 from planner.errors import InvalidConfiguration
 
 LOWEST_ID: Final = 1_000
@@ -67,7 +68,7 @@ def shared_prefix(
     seed: int,
 ) -> list[Prompt]:
     """Each prompt is one of the prefixes, drawn by Zipf's law, and `input_len` random tokens of its own."""
-    _positive(num_prefixes=num_prefixes, prefix_len=prefix_len, input_len=input_len, output_len=output_len)
+    check_positive(num_prefixes=num_prefixes, prefix_len=prefix_len, input_len=input_len, output_len=output_len)
     draw = random.Random(seed)
     prefixes = [_ids(draw, prefix_len, vocab_size) for _ in range(num_prefixes)]
     weights = [1 / rank for rank in range(1, num_prefixes + 1)]
@@ -83,16 +84,33 @@ def read_trace(path: Path, *, vocab_size: int, seed: int) -> tuple[list[Prompt],
     times: list[float] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            item = json.loads(line)
+            item = line_object(line)
             prompts.append(Prompt(_traced_prompt(item, draw, vocab_size), int(item["output_len"])))
             times.append(float(item["at"]))
             if len(times) > 1 and times[-1] < times[-2]:
                 raise ValueError(f"at {times[-1]} comes after {times[-2]}")
         except (ValueError, KeyError, TypeError) as fault:
-            raise InvalidConfiguration(f"{path}:{number} is no request of a trace: {fault!r}", param="trace") from fault
+            raise InvalidConfiguration(
+                f"{path}:{number} is no request of a trace: {said(fault)}", param="trace"
+            ) from fault
     if not prompts:
         raise InvalidConfiguration(f"{path} holds no request", param="trace")
     return prompts, [at - times[0] for at in times]
+
+
+def line_object(line: str) -> dict[str, Any]:
+    """Raises `ValueError` for what is no object of JSON."""
+    item = json.loads(line)
+    if not isinstance(item, dict):
+        raise ValueError("it is no JSON object")
+    return item
+
+
+def said(fault: Exception) -> str:
+    """What is wrong with a line of a file, in words."""
+    if isinstance(fault, KeyError):
+        return f"{fault.args[0]} is missing"
+    return f"it is not JSON: {fault}" if isinstance(fault, json.JSONDecodeError) else str(fault)
 
 
 def _traced_prompt(item: dict[str, Any], draw: random.Random, vocab_size: int) -> str | list[int]:
@@ -138,9 +156,3 @@ def _ids(draw: random.Random, length: int, vocab_size: int) -> list[int]:
     if vocab_size <= LOWEST_ID:
         raise InvalidConfiguration(f"vocab_size must exceed {LOWEST_ID}, not be {vocab_size}", param="vocab_size")
     return [draw.randrange(LOWEST_ID, vocab_size) for _ in range(length)]
-
-
-def _positive(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise InvalidConfiguration(f"{name} must be at least 1, not {value}", param=name)

@@ -1,16 +1,18 @@
 """What commands take for a port, a number, a file or a service, for argparse: each raises `ArgumentTypeError` in one
-sentence."""
+sentence. Also which flags mean something together."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.bench.sse_client import Target
+from cluster.commands.help_format import flag_of
 from planner.errors import InvalidConfiguration
 
 E = TypeVar("E", bound=Enum)
@@ -31,6 +33,17 @@ def seconds(text: str) -> float:
         number = math.nan
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return number
+
+
+def positive_number(text: str) -> float:
+    """More than 0; may be inf."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"a number above 0 is wanted, not {text}")
     return number
 
 
@@ -62,6 +75,35 @@ def member_of(kind: type[E]) -> Callable[[str], E]:
             raise argparse.ArgumentTypeError(f"{text!r} is none of {known}") from error
 
     return read
+
+
+def one_of(kind: type[Enum]) -> dict[str, Any]:
+    """For `add_argument`: a member of `kind` by its value, and how its values are shown."""
+    return {"type": member_of(kind), "metavar": "|".join(str(member.value) for member in kind)}
+
+
+def refuse_unread(args: argparse.Namespace, readers: Mapping[str, Collection[Enum]]) -> None:
+    """Raises `InvalidConfiguration` for a flag that was given and that the load of --workload does not read. `readers`:
+    by flag, the loads that do. A flag that was not given is None."""
+    for name, loads in readers.items():
+        if getattr(args, name) is not None and args.workload not in loads:
+            raise InvalidConfiguration(f"{flag_of(name)} means nothing to --workload {args.workload.value}", param=name)
+
+
+def json_value(text: str) -> Any:
+    """Any value of JSON."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+
+
+def host_and_port(text: str) -> str:
+    """Where a server of gRPC is, as it was written."""
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()):
+        raise argparse.ArgumentTypeError(f"a server's place looks like host:port, not {text!r}")
+    return text
 
 
 def file_to_read(text: str) -> Path:

@@ -6,20 +6,18 @@ import asyncio
 import http.client
 import json
 import sys
-import urllib.request
 
 from cluster.bench.sse_client import HttpError, Target, post_events
+from cluster.commands.service_client import bearer, opened
 
 ANSWER_TOKENS = 256
 PROBE_TIMEOUT_S = 5.0
-DIRECT = urllib.request.ProxyHandler({})
-"""A proxy that this machine uses for the world outside does not reach the machine itself."""
 
 
 def is_ready(url: str) -> bool:
     """Whether the service at `url` says that it can serve."""
     try:
-        with urllib.request.build_opener(DIRECT).open(f"{url}/ready", timeout=PROBE_TIMEOUT_S) as answer:
+        with opened(f"{url}/ready", patience_s=PROBE_TIMEOUT_S) as answer:
             ready: bool = answer.status == 200
             return ready
     except (OSError, http.client.HTTPException):
@@ -45,8 +43,7 @@ async def _stream_answer(url: str, model: str, question: str, api_key: str | Non
         "max_tokens": ANSWER_TOKENS,
         "stream": True,
     }
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    async for arrival in post_events(Target.parse(url), "/v1/chat/completions", body, headers):
+    async for arrival in post_events(Target.parse(url), "/v1/chat/completions", body, bearer(api_key)):
         for payload in arrival.payloads:
             event = json.loads(payload)
             if "error" in event:

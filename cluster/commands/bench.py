@@ -12,7 +12,7 @@ from cluster.bench import online as bench_online
 from cluster.bench.offline import DecodePoint, OfflineBench, ThroughputPoint
 from cluster.bench.workload import Workload
 from cluster.checkpoints import resolve
-from cluster.commands.argument_types import file_to_write, member_of, positive, positives
+from cluster.commands.argument_types import file_to_write, one_of, positive, positives, refuse_unread
 from cluster.commands.engine_flags import ADAPTERS, add_engine_flags, engine_config, given_engine_settings
 from cluster.offline.engine import OfflineEngine, open_offline
 from planner.errors import InvalidConfiguration
@@ -65,12 +65,9 @@ def execute_offline(args: argparse.Namespace) -> int:
 def offline_config(args: argparse.Namespace) -> EngineConfig:
     """The engine that the flags ask for; unless told otherwise all sequences of the load run at once.
 
-    Raises `InvalidConfiguration` for a flag that the load would not read.
+    Raises `InvalidConfiguration` for a flag that the load would not read, and a load that the engine would not run so.
     """
-    for name, readers in READERS.items():
-        if getattr(args, name) is not None and args.workload not in readers:
-            flag = f"--{name.replace('_', '-')}"
-            raise InvalidConfiguration(f"{flag} means nothing to --workload {args.workload.value}", param=name)
+    refuse_unread(args, READERS)
     settings = given_engine_settings(args)
     settings["seed"] = args.seed
     settings["prefix_caching"] = False
@@ -78,7 +75,13 @@ def offline_config(args: argparse.Namespace) -> EngineConfig:
         settings.setdefault("max_num_seqs", max(args.batch_sizes or BATCH_SIZES))
     if args.workload is Workload.MIXED:
         settings.setdefault("max_num_seqs", args.num_prompts or MIXED_PROMPTS)
-    return engine_config(str(resolve(args.model, report=print)), settings)
+    config = engine_config(str(resolve(args.model, report=print)), settings)
+    if args.workload is Workload.DECODE and (most := max(args.batch_sizes or BATCH_SIZES)) > config.max_num_seqs:
+        raise InvalidConfiguration(
+            f"--batch-sizes has {most}, and --max-num-seqs {config.max_num_seqs} lets no more run at once",
+            param="batch_sizes",
+        )
+    return config
 
 
 def measure(engine: OfflineEngine, args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
@@ -136,13 +139,7 @@ def _shown(value: float | int) -> str:
 
 def _add_offline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a program, a hub id or smollm2-135m")
-    parser.add_argument(
-        "--workload",
-        type=member_of(Workload),
-        default=Workload.DECODE,
-        metavar="decode|mixed|prefill",
-        help="what is measured",
-    )
+    parser.add_argument("--workload", **one_of(Workload), default=Workload.DECODE, help="what is measured")
     parser.add_argument(
         "--batch-sizes", type=positives, metavar="N,N,...", help="decode: sequences at once (default: 1,8,32)"
     )

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
 
-from cluster.commands.argument_types import port_number, seconds, service_url
+from cluster.commands.argument_types import host_and_port, port_number, seconds, service_url
 from cluster.commands.ask import is_ready
 from cluster.commands.cluster_facts import facts_of_cluster
 from cluster.commands.doctor_checks import Finding, findings
@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-plane-tls", type=Path, metavar="FOLDER", help="certificates of this machine, as served")
     parser.add_argument("--otlp-endpoint", metavar="URL", help="a collector for traces that must take them")
     parser.add_argument("--otlp-protocol", choices=get_args(Protocol), default="grpc", help="what it speaks")
-    parser.add_argument("--grpc-target", metavar="HOST:PORT", help="one that must be ready for gRPC")
+    parser.add_argument(
+        "--grpc-target", type=host_and_port, metavar="HOST:PORT", help="one that must be ready for gRPC"
+    )
     parser.add_argument(
         "--wait",
         type=seconds,

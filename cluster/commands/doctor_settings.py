@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import http.client
-import urllib.request
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
 
 from cluster.access.certificate_check import check_certificates
-from cluster.commands.ask import DIRECT, PROBE_TIMEOUT_S
+from cluster.commands.ask import PROBE_TIMEOUT_S
 from cluster.commands.doctor_checks import Finding
 from cluster.commands.serve import read_keys
+from cluster.commands.service_client import opened
 from cluster.config import service_config
 from cluster.telemetry.service_metrics import METRICS
 from planner.errors import InvalidConfiguration
@@ -56,7 +56,7 @@ def traces_finding(endpoint: str, protocol: Protocol) -> Finding:
 def metrics_finding(url: str) -> Finding:
     """Whether the service at `url` tells of every metric that there is."""
     try:
-        with urllib.request.build_opener(DIRECT).open(f"{url}/metrics", timeout=PROBE_TIMEOUT_S) as answer:
+        with opened(f"{url}/metrics", patience_s=PROBE_TIMEOUT_S) as answer:
             page = answer.read().decode()
     except (OSError, http.client.HTTPException) as error:
         return Finding("metrics", f"{url}/metrics gives no answer: {error}", "see the logs of its gateways")

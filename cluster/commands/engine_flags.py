@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
@@ -11,7 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from cluster.commands.help_format import shown
+from cluster.commands.argument_types import json_value
+from cluster.commands.help_format import flag_of, shown
 from cluster.setting_faults import told_fault
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
@@ -55,8 +55,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, without: frozenset[str]
     group = parser.add_argument_group("engine")
     for name, setting in EngineConfig.model_fields.items():
         if name != "model" and name not in without:
-            flag = f"--{name.replace('_', '-')}"
-            group.add_argument(flag, default=None, help=_help(name, setting), **_argument(setting))
+            group.add_argument(flag_of(name), default=None, help=_help(name, setting), **_argument(setting))
 
 
 def given_engine_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -71,7 +70,7 @@ def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
         return EngineConfig(model=model, **settings)
     except ValidationError as fault:
         name = str(fault.errors()[0]["loc"][0])
-        raise InvalidConfiguration(told_fault(fault, f"--{name.replace('_', '-')}"), param=name) from fault
+        raise InvalidConfiguration(told_fault(fault, flag_of(name)), param=name) from fault
 
 
 def _argument(setting: FieldInfo) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def _argument(setting: FieldInfo) -> dict[str, Any]:
     if get_origin(kind) in (Union, types.UnionType):  # X | None
         kind = next(part for part in get_args(kind) if part is not type(None))
     if get_origin(kind) is Mapping:
-        return {"type": json.loads, "metavar": "JSON"}
+        return {"type": json_value, "metavar": "JSON"}
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     if kind is bool:

@@ -20,6 +20,11 @@ class HelpFormatter(argparse.HelpFormatter):
         return meaning(action).replace("%", "%%")  # it is formatted once more
 
 
+def flag_of(setting: str) -> str:
+    """The flag that sets it."""
+    return f"--{setting.replace('_', '-')}"
+
+
 def value_name(action: argparse.Action) -> str:
     """The word for the value of a flag that has none of its own."""
     return next((name for kind, name in KINDS.items() if action.type is kind), "VALUE")

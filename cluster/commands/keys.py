@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.api_settings import KeySettings
+from cluster.commands.help_format import flag_of
 from cluster.setting_faults import told_fault
 from planner.errors import InvalidConfiguration
 
@@ -33,7 +34,7 @@ def execute(args: argparse.Namespace) -> int:
         entry = KeySettings.model_validate(settings).model_dump(exclude_none=True)
     except ValidationError as fault:
         name = str(fault.errors()[0]["loc"][0])
-        raise InvalidConfiguration(told_fault(fault, f"--{name.replace('_', '-')}"), param=name) from fault
+        raise InvalidConfiguration(told_fault(fault, flag_of(name)), param=name) from fault
     print(f"# The key, told this once: {key}")
     print(yaml.safe_dump([entry], sort_keys=False), end="")
     return 0

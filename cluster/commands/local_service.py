@@ -159,10 +159,14 @@ class LocalService:
                 self._end_in_order()
 
     def _end_in_order(self) -> None:
+        """Once Serve is told, it has no route to the gateways any more and tells clients 404, so they first say
+        themselves, with a 503, that they drain."""
+        patience_ends = time.monotonic() + self._config.drain_timeout_s
         self._drain()
+        while self._num_open() and time.monotonic() < patience_ends:
+            time.sleep(POLL_S)
         serve.delete(APP_NAME, _blocking=False)
-        deadline = time.monotonic() + self._config.drain_timeout_s + SHUTDOWN_MARGIN_S
-        while APP_NAME in serve.status().applications and time.monotonic() < deadline:
+        while APP_NAME in serve.status().applications and time.monotonic() < patience_ends + SHUTDOWN_MARGIN_S:
             time.sleep(POLL_S)
 
     def _logging(self) -> LoggingConfig:
@@ -179,10 +183,11 @@ class LocalService:
 
     def _drain(self) -> None:
         """Let gateways say that they are about to go, before anything of them goes."""
-        try:
-            serve.get_deployment_handle("Gateway", APP_NAME).broadcast("drain").results(timeout_s=DRAIN_NOTICE_S)
-        except (KeyError, RayError, RayServeException, TimeoutError) as error:  # who is not there says nothing
-            logger.debug("not every gateway could say that it drains: %s", error)
+        _asked_of_gateways("drain")
+
+    def _num_open(self) -> int:
+        """Requests that gateways still answer."""
+        return sum(_asked_of_gateways("num_open"))
 
     def _wait_until_ready(self, config: ServiceConfig) -> bool:
         """Tell of progress until a client would be served; False if a signal came first.
@@ -228,6 +233,18 @@ class LocalService:
             print(f"\n  models: {config.model_names}")
         print(f"\n  in a browser: {self.url}/")
         print(f"\n  curl {self.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n")
+
+
+def _asked_of_gateways(method: str) -> list[Any]:
+    """What each gateway answers; nothing where not all of them do within `DRAIN_NOTICE_S`."""
+    try:
+        answers: list[Any] = (
+            serve.get_deployment_handle("Gateway", APP_NAME).broadcast(method).results(timeout_s=DRAIN_NOTICE_S)
+        )
+    except (KeyError, RayError, RayServeException, TimeoutError) as error:
+        logger.debug("not every gateway answered %s: %s", method, error)
+        return []
+    return answers
 
 
 def _check_that_none_runs() -> None:

@@ -6,12 +6,12 @@ import http.client
 import shutil
 import socket
 import subprocess
-import urllib.request
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
 from cluster.checkpoints import is_fetched, resolve
+from cluster.commands.service_client import opened
 from cluster.language.text import load_text
 from cluster.serving.front import check_port
 from cluster.version import installed_version, versions
@@ -83,9 +83,8 @@ def _is_free(port: int) -> bool:
 
 def _is_serve(port: int) -> bool:
     """Whether Ray Serve's front answers there."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"http://127.0.0.1:{port}/-/healthz", timeout=PROBE_S) as answer:
+        with opened(f"http://127.0.0.1:{port}/-/healthz", patience_s=PROBE_S) as answer:
             said: bytes = answer.read(100)
     except (OSError, http.client.HTTPException):
         return False

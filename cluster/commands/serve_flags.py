@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import get_args
 
-from cluster.commands.argument_types import member_of, port_number, seconds
+from cluster.commands.argument_types import json_value, member_of, port_number, seconds
 from cluster.commands.engine_flags import add_engine_flags
 from cluster.serving.front import DEFAULT_GRPC_PORT, Front
 from worker.tracing import Protocol
@@ -32,7 +31,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a folder with config.json, a .gguf file, a program, a hub id, or smollm2-135m; several: workers for each",
     )
-    parser.add_argument("--models", type=json.loads, help=argparse.SUPPRESS)  # what the file of --config lists
+    parser.add_argument("--models", type=json_value, help=argparse.SUPPRESS)  # what the file of --config lists
     parser.add_argument("--config", metavar="FILE", help="YAML with the same settings; flags and RAYCOMB_* beat it")
     parser.add_argument("--executor", help=argparse.SUPPRESS)
     parser.add_argument("--ask", metavar="QUESTION", help="ask this once ready, print the answer, and shut down")

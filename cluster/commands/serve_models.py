@@ -9,6 +9,7 @@ from typing import Any, Final
 from cluster.adapters.settings import named_modules
 from cluster.checkpoints import is_fetched, name_on_every_node, resolve
 from cluster.commands.engine_flags import engine_config, given_engine_settings
+from cluster.commands.help_format import flag_of
 from cluster.model_settings import ModelSettings
 from planner.errors import InvalidConfiguration
 from worker.config import EngineConfig
@@ -34,7 +35,7 @@ def told_models(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name in _OF_ONE:
         if len(entries) > 1 and getattr(args, name):
             raise InvalidConfiguration(
-                f"--{name.replace('_', '-')} cannot mean {len(entries)} models: say it for each, under `models:` in "
+                f"{flag_of(name)} cannot mean {len(entries)} models: say it for each, under `models:` in "
                 "the file of --config",
                 param=name,
             )

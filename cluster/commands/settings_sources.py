@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from cluster.commands.argument_types import json_value
+from cluster.commands.help_format import flag_of
 from cluster.commands.other_flags import advice
 from planner.errors import InvalidConfiguration
 
@@ -39,13 +41,17 @@ def merged_tokens(
         raise InvalidConfiguration(told if better is None else f"{told}; {better}", param=unknown[0])
     given, _ = parser.parse_known_args(list(tokens))
     merged: list[str] = []
-    for name, value in (from_file | _from_environment(settings, environment)).items():
+    from_environment = _from_environment(settings, environment)
+    for name, value in (from_file | from_environment).items():
         if value is None:  # YAML's null: as if the line were not there
             continue
         if not settings[name].option_strings:
             merged += [] if getattr(given, name) else [str(item) for item in _listed(value)]
         elif not (_repeats(settings[name]) and getattr(given, name)):  # a list is replaced as a whole
-            merged += _as_flags(settings[name], name, value)
+            flags = _as_flags(settings[name], name, value)
+            where = _variable(name) if name in from_environment else f"{config_path.config}: {name}"
+            _check_values(parser, settings[name], flags, where)
+            merged += flags
     return [*merged, *tokens]
 
 
@@ -74,7 +80,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_environment(settings: Mapping[str, argparse.Action], environment: Mapping[str, str]) -> dict[str, Any]:
-    found = {name: environment.get(ENVIRONMENT_PREFIX + name.upper()) for name in settings}
+    found = {name: environment.get(_variable(name)) for name in settings}
     told = {name: value for name, value in found.items() if value is not None}
     if told.get("port", "").startswith("tcp://"):
         raise InvalidConfiguration(
@@ -85,14 +91,27 @@ def _from_environment(settings: Mapping[str, argparse.Action], environment: Mapp
     return told
 
 
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def _check_values(parser: argparse.ArgumentParser, action: argparse.Action, flags: list[str], where: str) -> None:
+    """Raises `InvalidConfiguration` that says `where` a value stands that the flag would not take."""
+    for value in (value for flag in flags for value in flag.partition("=")[2:] if value):
+        try:
+            parser._check_value(action, parser._get_value(action, value))
+        except argparse.ArgumentError as error:
+            raise InvalidConfiguration(f"{where}: {error.message}", param=action.dest) from error
+
+
 def _as_flags(action: argparse.Action, name: str, value: Any) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
+    flag = flag_of(name)
     if isinstance(action, argparse.BooleanOptionalAction):
         truth = str(value).lower()
         if truth not in ("true", "false", "1", "0"):
             raise InvalidConfiguration(f"{name} must be true or false, not {value!r}", param=name)
-        return [flag if truth in ("true", "1") else f"--no-{name.replace('_', '-')}"]
-    if isinstance(value, dict | list) and action.type is json.loads:
+        return [flag if truth in ("true", "1") else flag_of(f"no_{name}")]
+    if isinstance(value, dict | list) and action.type is json_value:
         return [f"{flag}={json.dumps(value)}"]
     if isinstance(value, dict) and isinstance(action, argparse._ExtendAction):
         return [f"{flag}={key}={item}" for key, item in value.items()]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import urllib.error
-import urllib.request
 from typing import Any, Final
 
-from cluster.commands.ask import DIRECT
+from cluster.commands.service_client import opened
 
 PATIENCE_S: Final = 60.0
 
@@ -29,8 +28,5 @@ def why_no_token(url: str, api_key: str | None = None) -> str | None:
 
 
 def _call(url: str, api_key: str | None, body: dict[str, Any] | None = None) -> Any:
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=data, headers=headers)
-    with urllib.request.build_opener(DIRECT).open(request, timeout=PATIENCE_S) as answer:
+    with opened(url, patience_s=PATIENCE_S, api_key=api_key, body=body) as answer:
         return json.loads(answer.read())

@@ -7,12 +7,11 @@ import json
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
 from cluster.commands.argument_types import seconds, service_url
-from cluster.commands.ask import DIRECT
+from cluster.commands.service_client import opened
 from planner.errors import Unavailable
 
 BAR_CELLS = 24
@@ -52,10 +51,8 @@ def execute(args: argparse.Namespace) -> int:
 
 def fetch(url: str, key: str | None) -> View:
     """`/debug/fleet`. Raises `Unavailable` in one sentence."""
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{url}/debug/fleet", headers=headers)
     try:
-        with urllib.request.build_opener(DIRECT).open(request, timeout=ANSWER_S) as answer:
+        with opened(f"{url}/debug/fleet", patience_s=ANSWER_S, api_key=key) as answer:
             fleet: View = json.load(answer)
     except urllib.error.HTTPError as error:
         hint = ": give --api-key" if error.code == 401 else ""

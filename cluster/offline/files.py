@@ -48,7 +48,7 @@ def parse_line(raw: bytes, number: int, seed: int) -> Line:
     """`seed` is used where the line has none."""
     name: str | int = number
     try:
-        fields = parse_object(raw)
+        fields = parse_object(raw, "the line")
         given = fields.pop("id", None)
         if given is not None:
             if isinstance(given, bool) or not isinstance(given, str | int):

@@ -7,7 +7,7 @@ A request is read, validated, turned into tokens and checked here, before anythi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -33,7 +33,7 @@ from cluster.web.embedding_api import add_embedding_route
 from cluster.web.guard import Guard
 from cluster.web.page_files import page_files
 from cluster.web.response_api import add_response_route
-from cluster.web.routes import add_routes
+from cluster.web.routes import add_routes, allowed_methods
 from cluster.web.session_api import add_session_routes, named_session, refuse_session
 from cluster.web.tellings import chat_telling, completion_telling
 from planner.errors import RaycombError, Unavailable
@@ -258,14 +258,12 @@ async def _explain_http(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, in the same envelope; an Allow header is kept."""
     assert isinstance(error, HTTPException)
     headers, path = dict(error.headers or {}), request.url.path
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(allowed_methods(request))
     told = {
         404: ("not_found", f"there is no {path} here"),
-        405: ("method_not_allowed", f"{path} takes {_allowed(headers)}, not {request.method}"),
+        405: ("method_not_allowed", f"{path} takes {' or '.join(allowed_methods(request))}, not {request.method}"),
     }
     code, words = told.get(error.status_code, ("http_error", f"{request.method} {path}: {error.detail}"))
     value = error_envelope(words, "invalid_request_error", code=code)
     return json_response(json.dumps(value).encode(), error.status_code, headers)
-
-
-def _allowed(headers: Mapping[str, str]) -> str:
-    return " or ".join(sorted(headers.get("Allow", "another method").split(", ")))

@@ -38,14 +38,15 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     return bytes(received)
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object in `data`. Raises `InvalidRequest`; also for nesting too deep, broken UTF-8, NaN."""
+def parse_object(data: bytes, what: str = "the body") -> dict[str, Any]:
+    """The JSON object in `data`, which errors call `what`. Raises `InvalidRequest`; also for nesting too deep, broken
+    UTF-8, NaN."""
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
+        raise InvalidRequest(f"{what} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise InvalidRequest("the body must be a JSON object")
+        raise InvalidRequest(f"{what} must be a JSON object")
     return value
 
 
@@ -74,7 +75,8 @@ def _explain(details: ErrorDetails) -> InvalidRequest:
 def _shown(value: Any) -> str:
     """A value of JSON, as short as a sentence bears."""
     if isinstance(value, dict):
-        return "an object"
+        kind = value.get("type")
+        return f"an object of type {_shown(kind)}" if isinstance(kind, str) else "an object"
     if isinstance(value, list):
         return "a list" if value else "an empty list"
     if isinstance(value, str) and len(value) > SHOWN_CHARACTERS:

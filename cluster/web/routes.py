@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from starlette.routing import Match
 
 Endpoint = Callable[..., Coroutine[Any, Any, Any]]
 
@@ -18,3 +19,9 @@ def add_routes(app: FastAPI, routes: Iterable[tuple[str, str, Endpoint]]) -> Non
     for path, method, endpoint in routes:
         methods = ["GET", "HEAD"] if method == "GET" else [method]
         app.add_api_route(path, endpoint, methods=methods, response_model=None)
+
+
+def allowed_methods(request: Request) -> list[str]:
+    """What the request's path takes. Each route tells of its own method alone."""
+    of_path = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in of_path for method in route.methods or ()})

@@ -61,7 +61,7 @@ ENDPOINTS: Final = (
         (openai_embeddings.EmbeddingList,),
     ),
     Endpoint("POST", "/v1/files", "keeps a file (multipart/form-data: `purpose` batch, and `file`)", (), (FileCard,)),
-    Endpoint("GET", "/v1/files", "the key's files (`limit`, `after`, `purpose`)", (), (FileList,)),
+    Endpoint("GET", "/v1/files", "the key's files (`limit`, `after`, `order` asc or desc, `purpose`)", (), (FileList,)),
     Endpoint("GET", "/v1/files/{file_id}", "one file", (), (FileCard,)),
     Endpoint("DELETE", "/v1/files/{file_id}", "forgets it", (), (FileDeleted,)),
     Endpoint("GET", "/v1/files/{file_id}/content", "its bytes"),
