@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
-from cluster.answers.structured import requested_form
+from cluster.answers.structured import MAX_GRAMMAR, requested_form
 from planner.errors import GrammarFailed
 from planner.request import SamplingParams
 from planner.step import Chunk
@@ -176,3 +177,29 @@ def test_a_metaspace_tokenizer_writes_what_goes_on_without_a_space() -> None:
     vocabulary = text.vocabulary()
     assert b"".join(vocabulary.tokens[i] for i in text.encode("ab", add_special_tokens=False)) == b" ab"
     assert b"".join(vocabulary.tokens[i] for i in vocabulary.encode("ab")) == b"ab"
+
+
+def chained_rules() -> str:
+    """Rules that are nothing but the next one's name."""
+    rules = [f"r{i}: r{i + 1}" for i in range(15_000)]
+    return LLMatcher.grammar_from_lark("\n".join(["start: r0", *rules, 'r15000: "red"']))
+
+
+def chained_schemas() -> str:
+    """Objects of one property each, whose schema is the next one's."""
+    below = [{"type": "object", "properties": {"b": {"$ref": f"#/$defs/{i + 1}"}}} for i in range(3_500)]
+    return schema_grammar({"$ref": "#/$defs/0", "$defs": dict(enumerate([*below, {"const": 1}]))})
+
+
+@pytest.mark.parametrize("chained", [chained_rules, chained_schemas])
+def test_a_grammar_that_nests_as_deep_as_its_text_allows_ends_no_process(
+    grammars: Grammars, chained: Callable[[], str]
+) -> None:
+    """The library compiles by recursion, and more levels than fit onto a usual stack would end the process."""
+    grammar = chained()
+    assert len(grammar) < MAX_GRAMMAR
+    assert check_grammar(grammar) is None
+    tokens: list[int] = []
+    for _ in range(3):
+        mask = mask_of(grammars, row(grammar, tokens))
+        tokens.append(allowed(mask)[0])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.answers.structured import MAX_GRAMMAR
+from cluster.answers.structured import MAX_GBNF, MAX_GRAMMAR
 from cluster.language.detokeniser import TokenBytes
 from cluster.language.text import TextModel
 from tests.grammar_rig import TEXT, allowed, mask_of, row, schema_grammar, walk
@@ -127,6 +127,7 @@ async def test_a_schema_that_cannot_be_kept_to_is_refused_by_its_part(schema: An
         ("structured_outputs", {"regex": "a", "choice": ["b"]}),
         ("structured_outputs", {"structural_tag": "x"}),
         ("guided_choice", ["x" * MAX_GRAMMAR]),
+        ("guided_grammar", 'root ::= "a"' + " " * MAX_GBNF),
     ],
 )
 async def test_a_form_that_makes_no_sense_is_refused_by_name(field: str, value: Any) -> None:

@@ -22,6 +22,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 
 from planner.errors import GrammarFailed, SetupError, UnsupportedModel
 from worker.compiled_grammars import CompiledGrammars, Source
+from worker.deep_stack import on_deep_stack
 from worker.masks import BitMask, ConstrainedRow
 from worker.vocabulary import Vocabulary, VocabularySource
 
@@ -91,7 +92,8 @@ class Grammars:
         self._background.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> LLMatcher:
-        return LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=_limits())
+        tokenizer = self._tokenizer.result()
+        return on_deep_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=_limits()))
 
     def _advance(self, row: ConstrainedRow) -> _State:
         """The row's state, after the tokens that came since it was last asked. Raises `GrammarFailed`."""
@@ -125,7 +127,7 @@ _NOTHING: Final[BitMask] = np.zeros(0, dtype=np.uint8)
 
 def check_grammar(grammar: str) -> str | None:
     """What is wrong with a grammar, in the library's words; None where it compiles."""
-    return LLMatcher.validate_grammar(grammar, limits=_limits()) or None
+    return on_deep_stack(lambda: LLMatcher.validate_grammar(grammar, limits=_limits())) or None
 
 
 def _limits() -> LLParserLimits:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_GRAMMAR: Final = 256 * 1024  # characters
+MAX_GBNF: Final = 64 * 1024  # characters, of which llguidance makes Lark in a time that grows with their square: 5 s
 MAX_KNOWN: Final = 1024  # digests of grammars that were found good
 _MAX_TRIED: Final = 200  # parts of a schema that are looked at for its mistake
 ONE_LINE: Final[JsonCompileOptions] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -127,8 +128,7 @@ def check_form(form: Form) -> None:
 def _form(param: str, name: str, value: Any) -> Form:
     if name == "json":
         return json_form(param, value)
-    if (length := sum(map(len, value))) > MAX_GRAMMAR:  # before it is read, which may take a thousand times as long
-        raise InvalidRequest(f"{param} has {length} characters; at most {MAX_GRAMMAR} are allowed", param=param)
+    _check_length(param, f"{param} has", sum(map(len, value)), MAX_GRAMMAR)  # reading it takes longer, and much so
     match name:
         case "regex":
             return _sized(Form(param, LLMatcher.grammar_from_regex(value)))
@@ -136,6 +136,7 @@ def _form(param: str, name: str, value: Any) -> Form:
             return _sized(Form(param, LLMatcher.grammar_from_regex("|".join(map(_literally, value)))))
     if re.search(r"::=", value) is None:
         return _sized(Form(param, LLMatcher.grammar_from_lark(value)))
+    _check_length(param, f"{param}, which is GBNF, has", len(value), MAX_GBNF)
     try:
         return _sized(Form(param, grammar_from("gbnf", value)))
     except ValueError as error:
@@ -143,12 +144,13 @@ def _form(param: str, name: str, value: Any) -> Form:
 
 
 def _sized(form: Form) -> Form:
-    if len(form.grammar) > MAX_GRAMMAR:
-        raise InvalidRequest(
-            f"{form.param} makes a grammar of {len(form.grammar)} characters; at most {MAX_GRAMMAR} are allowed",
-            param=form.param,
-        )
+    _check_length(form.param, f"{form.param} makes a grammar of", len(form.grammar), MAX_GRAMMAR)
     return form
+
+
+def _check_length(param: str, words: str, length: int, most: int) -> None:
+    if length > most:
+        raise InvalidRequest(f"{words} {length} characters; at most {most} are allowed", param=param)
 
 
 def _literally(text: str) -> str:
