@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from planner.cells import CellTable
 from planner.limits import Limits
 from planner.memory import Memory
 from planner.metrics import Metrics
@@ -44,11 +45,8 @@ class Draft:
 def pack(draft: Draft, number: int, memory: Memory, limits: Limits, metrics: Metrics) -> Step:
     """Claim the cells of a draft and make it a step; its sequences count as planned up to there."""
     memory.claim(draft.takes)
-    chunks = tuple([_chunk(sequence, length, memory) for sequence, length in draft.takes.items()])
-    for sequence, length in draft.takes.items():
-        sequence.num_planned += length
-        sequence.num_in_flight += 1
-    lone = draft.num_tokens == len(chunks) and all(chunk.samples for chunk in chunks)
+    chunks = tuple([_chunk(sequence, length, memory.table) for sequence, length in draft.takes.items()])
+    lone = draft.num_tokens == len(chunks) and all([chunk.samples for chunk in chunks])
     widths = limits.widths if lone else (1,)
     slices = plan_slices(draft.num_tokens, limits.max_prefill_tokens, limits.min_prefill_tokens, widths)
     metrics.count_step(slices, widths)
@@ -56,18 +54,22 @@ def pack(draft: Draft, number: int, memory: Memory, limits: Limits, metrics: Met
     return Step(number, chunks, tuple(slices), memory.take_dropped(), swaps_out, swaps_in)
 
 
-def _chunk(sequence: Sequence, length: int, memory: Memory) -> Chunk:
-    request, tokens = sequence.family.request, sequence.tokens
-    start, num_known, num_prompt = sequence.num_planned, len(tokens), sequence.num_prompt
-    end = start + length
-    samples = end >= num_known and request.max_tokens > 0 and sequence.finish_reason is None
+def _chunk(sequence: Sequence, length: int, table: CellTable) -> Chunk:
+    """The next `length` tokens of a sequence, which count as planned from here on."""
+    start = sequence.num_planned
+    end = sequence.num_planned = start + length
+    sequence.num_in_flight += 1
+    if start >= sequence.num_prompt:
+        return _own_chunk(sequence, start, length, table)
+    request, tokens, num_prompt = sequence.request, sequence.tokens, sequence.num_prompt
+    samples = end >= tokens.length and request.max_tokens > 0 and sequence.finish_reason is None
     assert sequence.cells_id is not None
     return Chunk(
         sequence_id=sequence.cells_id,
         start=start,
         length=length,
-        cells=memory.table.cells(sequence.cells_id),
-        tokens=tokens.view(start, end) if start < num_known else None,
+        cells=table.cells(sequence.cells_id),
+        tokens=tokens.view(start, end),
         samples=samples,
         sampling=sequence.sampling,
         prompt_targets=_targets(sequence, start, end) if start + 1 < num_prompt else None,
@@ -76,6 +78,29 @@ def _chunk(sequence: Sequence, length: int, memory: Memory) -> Chunk:
         masked=request.stop_token_ids if samples and end - num_prompt < request.min_tokens else _NOTHING,
         pooling=request.pooling if end == num_prompt or request.pooling is Pooling.MEAN else None,
         adapter=request.adapter,
+    )
+
+
+def _own_chunk(sequence: Sequence, start: int, length: int, table: CellTable) -> Chunk:
+    """Of tokens behind the prompt: one that decodes, or those that are computed again. (Nearly all chunks are these,
+    and a call by position takes half the time of one by names.)"""
+    request, tokens, end = sequence.request, sequence.tokens, start + length
+    samples = end >= tokens.length
+    assert sequence.cells_id is not None
+    return Chunk(
+        sequence.cells_id,
+        start,
+        length,
+        table.cells(sequence.cells_id),
+        tokens.view(start, end) if start < tokens.length else None,
+        samples,
+        sequence.sampling,
+        None,
+        _history(sequence, end) if samples else None,
+        sequence.num_prompt - request.num_generated,
+        request.stop_token_ids if samples and end - sequence.num_prompt < request.min_tokens else _NOTHING,
+        None,
+        request.adapter,
     )
 
 
