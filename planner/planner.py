@@ -230,50 +230,73 @@ class Planner:
 
     def _apply(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput, updates: list[Update]) -> None:
         """Take what a chunk gave, and add the sequence's news, and that of those it ends, to `updates`."""
-        family, token = sequence.family, output.token
         sequence.num_computed = chunk.start + chunk.length
+        if chunk.start < sequence.num_prompt:
+            self._apply_prompt(sequence, chunk, output, updates)
+        elif output.token is not None:
+            updates.append(self._draw(sequence, output.token, output.logprobs, ()))
+
+    def _apply_prompt(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput, updates: list[Update]) -> None:
+        """What a committed part of a prompt means: news of the prompt itself, a prefix to share, the first token, and
+        the forks that waited for it."""
+        news: tuple[TokenLogprobs, ...] = ()
         if output.pooled is not None:
             sequence.pool(chunk.start, output.pooled)
-        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if sequence.family.owes_prompt_logprobs(sequence):
+            news = sequence.family.take_prompt_logprobs(chunk.start, output.prompt_logprobs)
+        self.metrics.num_prompt_tokens_computed += min(sequence.num_computed, sequence.num_prompt) - chunk.start
         forked: list[Update] = []
-        if chunk.start < sequence.num_prompt:
-            if family.owes_prompt_logprobs(sequence):
-                prompt_logprobs = family.take_prompt_logprobs(chunk.start, output.prompt_logprobs)
-            forked = self._apply_prompt(sequence, chunk)
+        if sequence.num_computed >= sequence.num_prompt:
+            self._memory.publish(sequence, sequence.num_prompt)
+            forked = self._families.fork(sequence)
         if sequence.finish_reason is not None:
-            updates += forked
-            return
-        reason = None
-        if token is not None:
-            sequence.tokens.append(token)
-            self._outlook.draw(family.request)
-            self.metrics.num_tokens_generated += 1
-            reason = sequence.reason_to_end(token)
-        elif family.request.max_tokens == 0 and sequence.num_computed == sequence.num_prompt:
-            reason = FinishReason.LENGTH
-        elif not prompt_logprobs:
-            updates += forked
-            return
+            pass  # it computed on for the others
+        elif output.token is not None:
+            updates.append(self._draw(sequence, output.token, output.logprobs, news))
+        else:
+            updates += self._tell_prompt(sequence, news)
+        updates += forked
+
+    def _draw(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        prompt_logprobs: tuple[TokenLogprobs, ...],
+    ) -> Update:
+        """The sequence has one more token, which may be its last."""
+        family = sequence.family
+        sequence.tokens.append(token)
+        self._outlook.draw(sequence.request)
+        self.metrics.num_tokens_generated += 1
+        reason = sequence.reason_to_end(token)
         if reason is not None:
             self._families.close(family, sequence.index, reason)
-        updates.append(
+        return Update(
+            family.request_id,
+            sequence.index,
+            (token,),
+            () if logprobs is None else (logprobs,),
+            prompt_logprobs,
+            family.num_cached_tokens or 0,
+            reason,
+        )
+
+    def _tell_prompt(self, sequence: Sequence, news: tuple[TokenLogprobs, ...]) -> list[Update]:
+        """Of a prompt that no token followed yet; where none is to follow, it ends once it is whole."""
+        family, reason = sequence.family, None
+        if sequence.request.max_tokens == 0 and sequence.num_computed == sequence.num_prompt:
+            reason = FinishReason.LENGTH
+            self._families.close(family, sequence.index, reason)
+        elif not news:
+            return []
+        return [
             Update(
-                request_id=family.request_id,
-                index=sequence.index,
-                tokens=() if token is None else (token,),
-                logprobs=() if output.logprobs is None else (output.logprobs,),
-                prompt_logprobs=prompt_logprobs,
+                family.request_id,
+                sequence.index,
+                prompt_logprobs=news,
                 num_cached_tokens=family.num_cached_tokens or 0,
                 finish_reason=reason,
                 vector=sequence.vector if reason is not None else (),
             )
-        )
-        updates += forked
-
-    def _apply_prompt(self, sequence: Sequence, chunk: Chunk) -> list[Update]:
-        """What a committed part of a prompt means for others: a prefix to share, and the forks that waited for it."""
-        self.metrics.num_prompt_tokens_computed += min(sequence.num_computed, sequence.num_prompt) - chunk.start
-        if sequence.num_computed < sequence.num_prompt:
-            return []
-        self._memory.publish(sequence, sequence.num_prompt)
-        return self._families.fork(sequence)
+        ]
