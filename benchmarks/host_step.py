@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from opentelemetry.trace import NoOpTracer
@@ -233,11 +233,10 @@ def offline_time(rows: int) -> float:
     engine = Engine(executor, LIMITS, inbox_size=rows, on_death=lambda error: None)
     times: list[float] = []
     with running(engine) as offline:
-        at, num_updates = time.thread_time(), 0
+        at = time.thread_time()
         requests = [(key, _request(REPORTS, frozenset())) for key in range(rows)]
-        for _ in offline.run(requests, rows):
-            num_updates += 1
-            if num_updates % rows == 0:
+        for number, _ in enumerate(offline.run(requests, rows), start=1):
+            if number % rows == 0:
                 now = time.thread_time()
                 times.append(now - at)
                 at = now

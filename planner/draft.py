@@ -46,7 +46,7 @@ def pack(draft: Draft, number: int, memory: Memory, limits: Limits, metrics: Met
     """Claim the cells of a draft and make it a step; its sequences count as planned up to there."""
     memory.claim(draft.takes)
     chunks = tuple([_chunk(sequence, length, memory.table) for sequence, length in draft.takes.items()])
-    lone = draft.num_tokens == len(chunks) and all([chunk.samples for chunk in chunks])
+    lone = draft.num_tokens == len(chunks) and all(chunk.samples for chunk in chunks)
     widths = limits.widths if lone else (1,)
     slices = plan_slices(draft.num_tokens, limits.max_prefill_tokens, limits.min_prefill_tokens, widths)
     metrics.count_step(slices, widths)

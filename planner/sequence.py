@@ -37,9 +37,9 @@ class Sequence:
     `tokens` int64: prompt and what was generated, as far as the host knows. The last sampled token is pending: it is
     in `tokens` but not in a cell until it is fed. Of the positions, [0, num_computed) are committed to cells and
     [0, num_planned) are in a committed or planned step. `cells_id` names the cell list while the sequence runs.
-    `max_length`: most tokens it may come to have, its prompt and its whole budget. `host_copy`: of the cells it had when
-    it was preempted, until they are copied back. `pooled`: of the positions that are committed, where a vector is
-    wanted. What has no default never changes.
+    `max_length`: tokens of its prompt and of its whole budget. `host_copy`: of the cells it had when it was preempted,
+    until they are copied back. `pooled`: of the positions that are committed, where a vector is wanted. A field without
+    a default is never another one.
     """
 
     family: Family
