@@ -37,9 +37,10 @@ class Sequence:
     `tokens` int64: prompt and what was generated, as far as the host knows. The last sampled token is pending: it is
     in `tokens` but not in a cell until it is fed. Of the positions, [0, num_computed) are committed to cells and
     [0, num_planned) are in a committed or planned step. `cells_id` names the cell list while the sequence runs.
-    `max_length`: tokens of its prompt and of its whole budget. `host_copy`: of the cells it had when it was preempted,
-    until they are copied back. `pooled`: of the positions that are committed, where a vector is wanted. A field without
-    a default is never another one.
+    `max_length`: tokens of its prompt and of its whole budget. `reads_tokens`: a draw reads the tokens before it, and
+    with `needs_history` it waits until the host knows all of them. `host_copy`: of the cells it had when it was
+    preempted, until they are copied back. `pooled`: of the positions that are committed, where a vector is wanted. A
+    field without a default never changes.
     """
 
     family: Family
@@ -50,6 +51,7 @@ class Sequence:
     tokens: Growable[np.int64]
     sampling: SamplingParams
     needs_history: bool
+    reads_tokens: bool
     cells_id: int | None = None
     num_computed: int = 0
     num_planned: int = 0
@@ -179,6 +181,7 @@ class Family:
             tokens=Growable(np.asarray(self.request.prompt, np.int64)),
             sampling=replace(sampling, seed=sequence_seed(sampling.seed, index)),
             needs_history=sampling.needs_history,
+            reads_tokens=sampling.needs_history or sampling.grammar is not None,
         )
         self.live[index] = sequence
         return sequence
