@@ -8,11 +8,12 @@ as the thread's processor time, so that a machine which does other things too te
 * What the executor takes is left out: its own part of the host's work is `worker.cuda.executor`'s.
 
 Beside it, what a report of as many updates costs who reads it, on another thread of the same process: an offline run;
-a worker's message to its gateway (`add` and `next` of the outbox), and its bytes.
+a worker's message to its gateway (`add` and `next` of the outbox), and its bytes; and what it costs the gateway to
+read them (`read`).
 
     python -m benchmarks.host_step [--beside CHECKOUT]
 
-Each round is a process of its own. With `--beside`, rounds of this checkout and of the other one take turns.
+Each round is a process of its own; with `--beside`, those of this checkout and of the other one take turns.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -39,12 +41,14 @@ from cluster.offline.engine import running
 from planner.limits import Limits, Snapshot
 from planner.request import Request, Update
 from planner.step import ChunkOutput, Step, StepResult
+from protos import worker_pb2 as pb
 from worker.client import Client, StepReport
 from worker.engine import Engine
 from worker.executor import ProgramInfo
 from worker.inbox import Inbox, Mail
 from worker.loop import Loop
 from worker.outbox import Outbox
+from worker.wire import update_from_proto
 
 ROWS: Final = (1, 64, 256)
 PROMPT_TOKENS: Final = 128
@@ -70,6 +74,7 @@ CASES: Final = {
     "prefix_caching": (replace(LIMITS, prefix_caching=True), frozenset[int]()),
     "stop_tokens": (LIMITS, STOPS),
 }
+Figures = dict[str, dict[str, float]]
 PHASES: Final = ("mail", "plan", "commit", "note", "report")
 INFO: Final = ProgramInfo(
     name="ready",
@@ -205,26 +210,29 @@ def report_times(rows: int) -> dict[str, float]:
     report = StepReport(updates, Snapshot(*[0] * 8))
     for row in range(rows):
         outbox.open(row + 1, 1)
-    add_s, next_s, bytes_s = [], [], []
+    times: dict[str, list[float]] = {"add": [], "next": [], "bytes": [], "read": []}
 
     async def write() -> None:
         for number in range(REPORTS):
-            at = time.thread_time()
+            at = [time.thread_time()]
             outbox.add(report, draining=False)
-            added = time.thread_time()
+            at.append(time.thread_time())
             message = await outbox.next()
-            taken = time.thread_time()
+            at.append(time.thread_time())
             assert message is not None
-            assert len(message.SerializeToString()) > rows
-            bytes_s.append(time.thread_time() - taken)
-            add_s.append(added - at)
-            next_s.append(taken - added)
+            sent = message.SerializeToString()
+            at.append(time.thread_time())
+            read = [update_from_proto(each) for each in pb.StepUpdates.FromString(sent).updates]
+            at.append(time.thread_time())
+            assert read == [update for _, update in updates]
+            for part, (begun, ended) in zip(times.values(), pairwise(at), strict=True):
+                part.append(ended - begun)
             outbox.note_sent()
             outbox.note_read(number + 1)
 
     asyncio.run(write())
-    times = {"offline": offline_time(rows), "add": median(add_s), "next": median(next_s), "bytes": median(bytes_s)}
-    return {name: round(1e6 * seconds, 1) for name, seconds in times.items()}
+    medians_s = {"offline": offline_time(rows)} | {name: median(part) for name, part in times.items()}
+    return {name: round(1e6 * seconds, 1) for name, seconds in medians_s.items()}
 
 
 def offline_time(rows: int) -> float:
@@ -248,23 +256,22 @@ def _request(max_tokens: int, stop_token_ids: frozenset[int]) -> Request:
     return Request(prompt, max_tokens, stop_token_ids=stop_token_ids)
 
 
-def one_round() -> dict[str, dict[str, float]]:
+def one_round() -> Figures:
     steps = {
         f"{case}_{rows}": step_times(limits, stops, rows) for case, (limits, stops) in CASES.items() for rows in ROWS
     }
     return steps | {f"report_{rows}": report_times(rows) for rows in ROWS}
 
 
-def round_of(checkout: Path) -> dict[str, dict[str, float]]:
+def round_of(checkout: Path) -> Figures:
     """In a process of its own, with that checkout's code."""
     command = [sys.executable, "-P", str(Path(__file__).resolve()), "--one-round"]
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run(command, env=environment, cwd=checkout, check=True, stdout=subprocess.PIPE)
-    figures: dict[str, dict[str, float]] = json.loads(done.stdout)
+    told = subprocess.check_output(command, env=os.environ | {"PYTHONPATH": str(checkout)}, cwd=checkout)
+    figures: Figures = json.loads(told)
     return figures
 
 
-def medians(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+def medians(rounds: Sequence[Figures]) -> Figures:
     return {
         case: {phase: round(median(each[case][phase] for each in rounds), 1) for phase in phases}
         for case, phases in rounds[0].items()
@@ -281,23 +288,12 @@ def main() -> None:
     if args.one_round:
         print(json.dumps(one_round()))
         return
-    sides = {"here": Path(__file__).resolve().parents[1]}
-    if args.beside is not None:
-        sides["beside"] = args.beside.resolve()
-    rounds: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in sides}
-    for _ in range(args.rounds):
-        for name, checkout in sides.items():
-            rounds[name].append(round_of(checkout))
-    config = {
-        "rounds": args.rounds,
-        "steps": STEPS,
-        "warm_up_steps": WARM_UP_STEPS,
-        "prompt_tokens": PROMPT_TOKENS,
-        "limits": asdict(LIMITS),
-        "stop_token_ids": sorted(STOPS),
-        "unit": "us",
-    }
-    record("host_step", config, {name: medians(each) for name, each in rounds.items()}, keep=args.keep)
+    here = Path(__file__).resolve().parents[1]
+    sides = {"here": here} if args.beside is None else {"here": here, "beside": args.beside.resolve()}
+    turns = [{name: round_of(checkout) for name, checkout in sides.items()} for _ in range(args.rounds)]
+    config = {"unit": "us", "rounds": args.rounds, "steps": STEPS, "warm_up_steps": WARM_UP_STEPS}
+    config |= {"prompt_tokens": PROMPT_TOKENS, "limits": asdict(LIMITS), "stop_token_ids": sorted(STOPS)}
+    record("host_step", config, {name: medians([turn[name] for turn in turns]) for name in sides}, keep=args.keep)
 
 
 if __name__ == "__main__":

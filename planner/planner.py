@@ -235,39 +235,31 @@ class Planner:
         """Take what a chunk gave, and add the sequence's news, and that of those it ends, to `updates`."""
         sequence.num_computed = chunk.start + chunk.length
         if chunk.start < sequence.num_prompt:
-            self._apply_prompt(sequence, chunk, output, updates)
+            updates += self._apply_prompt(sequence, chunk, output)
         elif output.token is not None:
-            updates.append(self._draw(sequence, output.token, output.logprobs, ()))
+            updates.append(self._draw(sequence, output.token, output, ()))
 
-    def _apply_prompt(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput, updates: list[Update]) -> None:
+    def _apply_prompt(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput) -> list[Update]:
         """What a committed part of a prompt means: news of the prompt itself, a prefix to share, the first token, and
         the forks that waited for it."""
         news: tuple[TokenLogprobs, ...] = ()
+        forked: list[Update] = []
         if output.pooled is not None:
             sequence.pool(chunk.start, output.pooled)
         if sequence.family.owes_prompt_logprobs(sequence):
             news = sequence.family.take_prompt_logprobs(chunk.start, output.prompt_logprobs)
         self.metrics.num_prompt_tokens_computed += min(sequence.num_computed, sequence.num_prompt) - chunk.start
-        forked: list[Update] = []
         if sequence.num_computed >= sequence.num_prompt:
             self._memory.publish(sequence, sequence.num_prompt)
             forked = self._families.fork(sequence)
-        if sequence.finish_reason is not None:
-            pass  # it computed on for the others
-        elif output.token is not None:
-            updates.append(self._draw(sequence, output.token, output.logprobs, news))
-        else:
-            updates += self._tell_prompt(sequence, news)
-        updates += forked
+        if sequence.finish_reason is not None:  # it computed on for the others
+            return forked
+        if output.token is not None:
+            return [self._draw(sequence, output.token, output, news), *forked]
+        return [*self._tell_prompt(sequence, news), *forked]
 
-    def _draw(
-        self,
-        sequence: Sequence,
-        token: int,
-        logprobs: TokenLogprobs | None,
-        prompt_logprobs: tuple[TokenLogprobs, ...],
-    ) -> Update:
-        """The sequence has one more token, which may be its last."""
+    def _draw(self, sequence: Sequence, token: int, output: ChunkOutput, news: tuple[TokenLogprobs, ...]) -> Update:
+        """The sequence has one more token, which may be its last; `news` of its prompt are told with it."""
         family = sequence.family
         sequence.tokens.append(token)
         self._outlook.draw(sequence.request)
@@ -275,35 +267,18 @@ class Planner:
         reason = sequence.reason_to_end(token)
         if reason is not None:
             self._families.close(family, sequence.index, reason)
-        return _new_update(
-            (
-                family.request_id,
-                sequence.index,
-                (token,),
-                () if logprobs is None else (logprobs,),
-                prompt_logprobs,
-                family.num_cached_tokens or 0,
-                reason,
-                None,
-                (),
-            )
-        )
+        logprobs = () if output.logprobs is None else (output.logprobs,)
+        cached = family.num_cached_tokens or 0
+        return _new_update((family.request_id, sequence.index, (token,), logprobs, news, cached, reason, None, ()))
 
     def _tell_prompt(self, sequence: Sequence, news: tuple[TokenLogprobs, ...]) -> list[Update]:
-        """Of a prompt that no token followed yet; where none is to follow, it ends once it is whole."""
+        """Of a prompt that no token followed; where none is to follow, the sequence ends once the prompt is whole."""
         family, reason = sequence.family, None
         if sequence.request.max_tokens == 0 and sequence.num_computed == sequence.num_prompt:
             reason = FinishReason.LENGTH
             self._families.close(family, sequence.index, reason)
         elif not news:
             return []
-        return [
-            Update(
-                family.request_id,
-                sequence.index,
-                prompt_logprobs=news,
-                num_cached_tokens=family.num_cached_tokens or 0,
-                finish_reason=reason,
-                vector=sequence.vector if reason is not None else (),
-            )
-        ]
+        vector = () if reason is None else sequence.vector
+        cached = family.num_cached_tokens or 0
+        return [Update(family.request_id, sequence.index, (), (), news, cached, reason, vector=vector)]

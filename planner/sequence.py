@@ -39,8 +39,8 @@ class Sequence:
     [0, num_planned) are in a committed or planned step. `cells_id` names the cell list while the sequence runs.
     `max_length`: tokens of its prompt and of its whole budget. `reads_tokens`: a draw reads the tokens before it, and
     with `needs_history` it waits until the host knows all of them. `host_copy`: of the cells it had when it was
-    preempted, until they are copied back. `pooled`: of the positions that are committed, where a vector is wanted. A
-    field without a default never changes.
+    preempted, until they are copied back. `pooled`: of the positions that are committed, where a vector is wanted.
+    Fields without a default are set once.
     """
 
     family: Family
