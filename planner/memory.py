@@ -68,7 +68,8 @@ class Memory:
 
     def claim(self, takes: Mapping[Sequence, int]) -> None:
         """Give each sequence as many more cells as it takes; the caller saw to it that there is room for all."""
-        wanted = {_cells_id(sequence): length for sequence, length in takes.items()}
+        wanted = {sequence.cells_id: length for sequence, length in takes.items() if sequence.cells_id is not None}
+        assert len(wanted) == len(takes), "only a running sequence takes cells"
         self.prefixes.evict(max(0, sum(wanted.values()) - self.table.free))
         assert self.table.extend(wanted), "a step was drafted beyond the room"
 

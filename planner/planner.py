@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, KeysView
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from planner.admission import check_request, check_room
 from planner.blocks import ResidentBlocks
@@ -32,6 +32,9 @@ from planner.request import BASE_ROOT, CellArray, FinishReason, Request, TokenAr
 from planner.schedule import Schedule
 from planner.sequence import Sequence
 from planner.step import Chunk, ChunkOutput, Step, StepResult, check_result
+
+# Of all fields, in order: a call of the class itself takes half as long again, and there is one for every token.
+_new_update: Final = Update._make
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,50 +233,52 @@ class Planner:
 
     def _apply(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput, updates: list[Update]) -> None:
         """Take what a chunk gave, and add the sequence's news, and that of those it ends, to `updates`."""
-        family, token = sequence.family, output.token
         sequence.num_computed = chunk.start + chunk.length
+        if chunk.start < sequence.num_prompt:
+            updates += self._apply_prompt(sequence, chunk, output)
+        elif output.token is not None:
+            updates.append(self._draw(sequence, output.token, output, ()))
+
+    def _apply_prompt(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput) -> list[Update]:
+        """What a committed part of a prompt means: news of the prompt itself, a prefix to share, the first token, and
+        the forks that waited for it."""
+        news: tuple[TokenLogprobs, ...] = ()
+        forked: list[Update] = []
         if output.pooled is not None:
             sequence.pool(chunk.start, output.pooled)
-        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        forked: list[Update] = []
-        if chunk.start < sequence.num_prompt:
-            if family.owes_prompt_logprobs(sequence):
-                prompt_logprobs = family.take_prompt_logprobs(chunk.start, output.prompt_logprobs)
-            forked = self._apply_prompt(sequence, chunk)
-        if sequence.finish_reason is not None:
-            updates += forked
-            return
-        reason = None
-        if token is not None:
-            sequence.tokens.append(token)
-            self._outlook.draw(family.request)
-            self.metrics.num_tokens_generated += 1
-            reason = sequence.reason_to_end(token)
-        elif family.request.max_tokens == 0 and sequence.num_computed == sequence.num_prompt:
-            reason = FinishReason.LENGTH
-        elif not prompt_logprobs:
-            updates += forked
-            return
+        if sequence.family.owes_prompt_logprobs(sequence):
+            news = sequence.family.take_prompt_logprobs(chunk.start, output.prompt_logprobs)
+        self.metrics.num_prompt_tokens_computed += min(sequence.num_computed, sequence.num_prompt) - chunk.start
+        if sequence.num_computed >= sequence.num_prompt:
+            self._memory.publish(sequence, sequence.num_prompt)
+            forked = self._families.fork(sequence)
+        if sequence.finish_reason is not None:  # it computed on for the others
+            return forked
+        if output.token is not None:
+            return [self._draw(sequence, output.token, output, news), *forked]
+        return [*self._tell_prompt(sequence, news), *forked]
+
+    def _draw(self, sequence: Sequence, token: int, output: ChunkOutput, news: tuple[TokenLogprobs, ...]) -> Update:
+        """The sequence has one more token, which may be its last; `news` of its prompt are told with it."""
+        family = sequence.family
+        sequence.tokens.append(token)
+        self._outlook.draw(sequence.request)
+        self.metrics.num_tokens_generated += 1
+        reason = sequence.reason_to_end(token)
         if reason is not None:
             self._families.close(family, sequence.index, reason)
-        updates.append(
-            Update(
-                request_id=family.request_id,
-                index=sequence.index,
-                tokens=() if token is None else (token,),
-                logprobs=() if output.logprobs is None else (output.logprobs,),
-                prompt_logprobs=prompt_logprobs,
-                num_cached_tokens=family.num_cached_tokens or 0,
-                finish_reason=reason,
-                vector=sequence.vector if reason is not None else (),
-            )
-        )
-        updates += forked
+        logprobs = () if output.logprobs is None else (output.logprobs,)
+        cached = family.num_cached_tokens or 0
+        return _new_update((family.request_id, sequence.index, (token,), logprobs, news, cached, reason, None, ()))
 
-    def _apply_prompt(self, sequence: Sequence, chunk: Chunk) -> list[Update]:
-        """What a committed part of a prompt means for others: a prefix to share, and the forks that waited for it."""
-        self.metrics.num_prompt_tokens_computed += min(sequence.num_computed, sequence.num_prompt) - chunk.start
-        if sequence.num_computed < sequence.num_prompt:
+    def _tell_prompt(self, sequence: Sequence, news: tuple[TokenLogprobs, ...]) -> list[Update]:
+        """Of a prompt that no token followed; where none is to follow, the sequence ends once the prompt is whole."""
+        family, reason = sequence.family, None
+        if sequence.request.max_tokens == 0 and sequence.num_computed == sequence.num_prompt:
+            reason = FinishReason.LENGTH
+            self._families.close(family, sequence.index, reason)
+        elif not news:
             return []
-        self._memory.publish(sequence, sequence.num_prompt)
-        return self._families.fork(sequence)
+        vector = () if reason is None else sequence.vector
+        cached = family.num_cached_tokens or 0
+        return [Update(family.request_id, sequence.index, (), (), news, cached, reason, vector=vector)]

@@ -38,7 +38,8 @@ class Schedule:
     @property
     def num_running(self) -> int:
         """Running sequences, those included that will fork from one that runs."""
-        return sum(sequence.num_slots for sequence in self._running)
+        leaders = [sequence for sequence in self._running if sequence.family.leader is sequence]
+        return len(self._running) + sum(len(leader.family.unforked) for leader in leaders)
 
     @property
     def num_to_prefill(self) -> int:

@@ -37,16 +37,21 @@ class Sequence:
     `tokens` int64: prompt and what was generated, as far as the host knows. The last sampled token is pending: it is
     in `tokens` but not in a cell until it is fed. Of the positions, [0, num_computed) are committed to cells and
     [0, num_planned) are in a committed or planned step. `cells_id` names the cell list while the sequence runs.
-    `host_copy`: of the cells it had when it was preempted, until they are copied back. `pooled`: of the positions that
-    are committed, where a vector is wanted.
+    `max_length`: tokens of its prompt and of its whole budget. `reads_tokens`: a draw reads the tokens before it, and
+    with `needs_history` it waits until the host knows all of them. `host_copy`: of the cells it had when it was
+    preempted, until they are copied back. `pooled`: of the positions that are committed, where a vector is wanted.
+    Fields without a default are set once.
     """
 
     family: Family
+    request: Request
     index: int
     num_prompt: int
+    max_length: int
     tokens: Growable[np.int64]
     sampling: SamplingParams
     needs_history: bool
+    reads_tokens: bool
     cells_id: int | None = None
     num_computed: int = 0
     num_planned: int = 0
@@ -63,7 +68,7 @@ class Sequence:
     @property
     def root(self) -> int:
         """The name of the empty prefix that it grows from."""
-        return self.family.request.root
+        return self.request.root
 
     @property
     def has_left(self) -> bool:
@@ -94,26 +99,26 @@ class Sequence:
         """
         if self.finish_reason is not None:
             return False
-        if self.num_to_feed > 0:
+        num_known = self.tokens.length
+        if num_known > self.num_planned:
             return True
-        num_generated = len(self.tokens) + 1 - self.num_prompt
-        return num_generated < self.family.request.max_tokens and not self.needs_history
+        return num_known + 1 < self.max_length and not self.needs_history
 
     def reason_to_end(self, token: int) -> FinishReason | None:
         """Why the sequence ends with the token just appended, if it does. A stop token wins over the budget.
 
         Before `min_tokens` one is drawn only where a grammar leaves nothing else, and then it ends the sequence.
         """
-        request = self.family.request
-        num_generated = len(self.tokens) - self.num_prompt
-        early = num_generated <= request.min_tokens and self.sampling.grammar is None
-        if token in request.stop_token_ids and not early:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if num_generated >= request.max_tokens else None
+        request, num_known = self.request, self.tokens.length
+        if token in request.stop_token_ids:
+            early = num_known - self.num_prompt <= request.min_tokens and self.sampling.grammar is None
+            if not early:
+                return FinishReason.STOP
+        return FinishReason.LENGTH if num_known >= self.max_length else None
 
     def pool(self, start: int, pooled: Vector) -> None:
         """Take what a committed chunk from position `start` on gave; one from 0 on begins anew."""
-        adds = self.pooled is not None and start > 0 and self.family.request.pooling is Pooling.MEAN
+        adds = self.pooled is not None and start > 0 and self.request.pooling is Pooling.MEAN
         self.pooled = self.pooled + pooled if adds and self.pooled is not None else pooled
 
     @property
@@ -121,7 +126,7 @@ class Sequence:
         """Of the whole prompt, once it is committed; empty where none is wanted."""
         if self.pooled is None:
             return ()
-        divisor = self.num_prompt if self.family.request.pooling is Pooling.MEAN else 1
+        divisor = self.num_prompt if self.request.pooling is Pooling.MEAN else 1
         return tuple((self.pooled / np.float32(divisor)).tolist())
 
     def start(self, cells_id: int, num_cached: int, num_returning: int = 0) -> None:
@@ -166,14 +171,17 @@ class Family:
 
     def spawn(self, index: int) -> Sequence:
         """The index-th sequence, with the prompt as its tokens and a seed of its own."""
-        sampling = self.request.sampling
+        sampling, num_prompt = self.request.sampling, len(self.request.prompt)
         sequence = Sequence(
             family=self,
+            request=self.request,
             index=index,
-            num_prompt=len(self.request.prompt),
+            num_prompt=num_prompt,
+            max_length=num_prompt + self.request.max_tokens,
             tokens=Growable(np.asarray(self.request.prompt, np.int64)),
             sampling=replace(sampling, seed=sequence_seed(sampling.seed, index)),
             needs_history=sampling.needs_history,
+            reads_tokens=sampling.needs_history or sampling.grammar is not None,
         )
         self.live[index] = sequence
         return sequence

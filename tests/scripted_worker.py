@@ -18,7 +18,7 @@ from planner.errors import RequestRefused
 from planner.request import FinishReason, Request, Update
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc as pb_grpc
-from worker.wire import SECRET_METADATA, update_to_proto
+from worker.wire import SECRET_METADATA, write_update
 
 SECRET = "s3cret"
 
@@ -82,8 +82,10 @@ class ScriptedWorker(pb_grpc.WorkerServicer):
             self._server = None
 
     def say(self, *updates: Update | RequestRefused, request_id: int = 1, snapshot: pb.Snapshot | None = None) -> None:
-        messages = [update_to_proto(request_id, update) for update in updates]
-        self._out.put_nowait(pb.StepUpdates(updates=messages, snapshot=snapshot))
+        message = pb.StepUpdates(snapshot=snapshot)
+        for update in updates:
+            write_update(message.updates.add(), request_id, update)
+        self._out.put_nowait(message)
 
     def say_totals(self, totals: pb.Totals, snapshot: pb.Snapshot) -> None:
         self._out.put_nowait(pb.StepUpdates(totals=totals, snapshot=snapshot))

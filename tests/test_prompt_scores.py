@@ -8,9 +8,10 @@ import pytest
 
 from cluster.routing.prompt_scores import AT_ONCE, long_prompt_scores
 from planner.request import FinishReason, TokenLogprobs, Update
+from protos import worker_pb2 as pb
 from tests.fake_fleet import score
 from tests.scripted_worker import ScriptedWorker, fleet_of, request
-from worker.wire import update_to_proto
+from worker.wire import write_update
 
 
 def scores(count: int) -> tuple[TokenLogprobs, ...]:
@@ -18,10 +19,16 @@ def scores(count: int) -> tuple[TokenLogprobs, ...]:
     return (TokenLogprobs(3, None), *(score(10 + i % 90, 2) for i in range(count - 1)))
 
 
+def message_of(update: Update) -> pb.SequenceUpdate:
+    message = pb.SequenceUpdate()
+    write_update(message, update.request_id, update)
+    return message
+
+
 @pytest.mark.parametrize("count", [AT_ONCE + 1, 4 * AT_ONCE, 4 * AT_ONCE + 1])
 async def test_the_loop_turns_while_many_are_read(count: int) -> None:
     updates = [Update(1, 0, (7,)), Update(2, 0, prompt_logprobs=scores(count))]
-    messages = [update_to_proto(update.request_id, update) for update in updates]
+    messages = [message_of(update) for update in updates]
     reading = asyncio.create_task(long_prompt_scores(messages))
     num_turns = 0
     while not reading.done():
@@ -32,7 +39,7 @@ async def test_the_loop_turns_while_many_are_read(count: int) -> None:
 
 
 async def test_few_are_left_to_be_read_with_their_update() -> None:
-    message = update_to_proto(1, Update(1, 0, prompt_logprobs=scores(AT_ONCE)))
+    message = message_of(Update(1, 0, prompt_logprobs=scores(AT_ONCE)))
     assert await long_prompt_scores([message]) == {}
 
 

@@ -137,12 +137,18 @@ def test_a_deadline_travels_as_the_time_that_is_left(left_ms: int) -> None:
     assert max(0, left_ms) / 1000 - 0.5 < received.deadline - time.monotonic() < max(0, left_ms) / 1000 + 0.5
 
 
+def sent(request_id: int, update: Update | RequestRefused) -> pb.SequenceUpdate:
+    """As it arrives."""
+    message = pb.SequenceUpdate()
+    wire.write_update(message, request_id, update)
+    return pb.SequenceUpdate.FromString(message.SerializeToString())
+
+
 @given(updates)
 def test_an_update_survives_the_wire(update: Update) -> None:
-    message = pb.SequenceUpdate.FromString(wire.update_to_proto(update.request_id, update).SerializeToString())
-    received = wire.update_from_proto(message)
+    received = wire.update_from_proto(sent(update.request_id, update))
     assert isinstance(received, Update)
-    for name in Update.__slots__:
+    for name in Update._fields:
         if name != "error":
             assert getattr(received, name) == getattr(update, name), name
     assert (received.error is None) == (update.error is None)
@@ -152,7 +158,7 @@ def test_an_update_survives_the_wire(update: Update) -> None:
 
 @given(refusals)
 def test_a_refusal_survives_the_wire_with_its_type(refusal: RequestRefused) -> None:
-    message = pb.SequenceUpdate.FromString(wire.update_to_proto(3, refusal).SerializeToString())
+    message = sent(3, refusal)
     received = wire.update_from_proto(message)
     assert isinstance(received, RequestRefused)
     assert (message.request_id, message.index) == (3, 0)
@@ -167,7 +173,7 @@ def test_a_snapshot_survives_the_wire(snapshot: Snapshot, draining: bool) -> Non
 
 
 def test_the_gateways_request_id_replaces_the_planners() -> None:
-    assert wire.update_to_proto(99, Update(request_id=1, index=0)).request_id == 99
+    assert sent(99, Update(request_id=1, index=0)).request_id == 99
 
 
 @pytest.mark.parametrize("token", [-1, 2**31])

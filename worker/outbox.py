@@ -149,10 +149,11 @@ class Outbox:
         if self._blocks:
             self._news.set()
         for (request_id, index), update in self._updates.items():
-            message.updates.append(wire.update_to_proto(request_id, update))
+            wire.write_update(message.updates.add(), request_id, update)
             if update.finish_reason is not None:
                 self._close(request_id, index)
-        message.updates.extend(wire.update_to_proto(request_id, refusal) for request_id, refusal in self._refusals)
+        for request_id, refusal in self._refusals:
+            wire.write_update(message.updates.add(), request_id, refusal)
         self._updates, self._refusals, self._snapshot = {}, [], None
         self._totals, self._adapters = None, None
         self._num_unread_ends = 0

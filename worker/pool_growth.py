@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from planner.step import Step
@@ -33,7 +34,7 @@ def next_size(num_cells: int, required: int, max_cells: int) -> int:
 def required_cells(step: Step) -> int:
     """One past the highest cell that a step writes. What it reads besides was written before."""
     written = [chunk.cells[chunk.start :] for chunk in step.chunks] + [back.cells for back in step.swaps_in]
-    return max((int(cells.max()) + 1 for cells in written if len(cells)), default=0)
+    return int(np.concatenate(written).max(initial=-1)) + 1 if written else 0
 
 
 class PoolGrowth:

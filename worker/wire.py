@@ -118,18 +118,19 @@ def request_from_proto(submit: pb.Submit) -> Request:
     )
 
 
-def update_to_proto(request_id: int, update: Update | RequestRefused) -> pb.SequenceUpdate:
-    """News of one sequence; a refusal speaks for its whole request, at index 0. `request_id` is the gateway's."""
+def write_update(message: pb.SequenceUpdate, request_id: int, update: Update | RequestRefused) -> None:
+    """Put news of one sequence into an empty `message`, where it is to be sent from: one that is appended is copied.
+
+    A refusal speaks for its whole request, at index 0. `request_id` is the gateway's.
+    """
+    message.request_id = request_id
     if isinstance(update, RequestRefused):
-        return pb.SequenceUpdate(
-            request_id=request_id, finish_reason=pb.FINISH_REASON_REFUSED, error=error_to_proto(update)
-        )
-    message = pb.SequenceUpdate(
-        request_id=request_id,
-        index=update.index,
-        tokens=update.tokens,
-        num_cached_tokens=update.num_cached_tokens,
-    )
+        message.finish_reason = pb.FINISH_REASON_REFUSED
+        message.error.CopyFrom(error_to_proto(update))
+        return
+    message.index = update.index
+    message.tokens.extend(update.tokens)
+    message.num_cached_tokens = update.num_cached_tokens
     if update.logprobs:
         message.logprobs.extend(map(_logprobs_to_proto, update.logprobs))
     if update.prompt_logprobs:
@@ -140,7 +141,6 @@ def update_to_proto(request_id: int, update: Update | RequestRefused) -> pb.Sequ
         message.finish_reason = TO_WIRE[update.finish_reason]
     if update.error is not None:
         message.error.CopyFrom(error_to_proto(update.error))
-    return message
 
 
 def update_from_proto(
@@ -151,22 +151,24 @@ def update_from_proto(
 
     A finish reason of a newer peer that is unknown here ends the sequence as FAILED: it must not go on for ever.
     """
-    if message.finish_reason == pb.FINISH_REASON_REFUSED:
+    reason = message.finish_reason
+    if reason == pb.FINISH_REASON_REFUSED:
         error = error_from_proto(message.error)
         return error if isinstance(error, RequestRefused) else RequestRefused(error.message, param=error.param)
+    # Most have one token and nothing else; to go through a repeated field takes long, even one that is empty.
+    logprobs, vector = message.logprobs, message.vector
     if prompt_logprobs is None:
-        prompt_logprobs = tuple(map(logprobs_from_proto, message.prompt_logprobs))
-    going_on = message.finish_reason == pb.FINISH_REASON_UNSPECIFIED
+        prompt_logprobs = tuple(map(logprobs_from_proto, message.prompt_logprobs)) if message.prompt_logprobs else ()
     return Update(
-        request_id=message.request_id,
-        index=message.index,
-        tokens=tuple(message.tokens),
-        logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
-        prompt_logprobs=prompt_logprobs,
-        num_cached_tokens=message.num_cached_tokens,
-        finish_reason=None if going_on else FROM_WIRE.get(message.finish_reason, FinishReason.FAILED),
-        error=error_from_proto(message.error) if message.HasField("error") else None,
-        vector=tuple(message.vector),
+        message.request_id,
+        message.index,
+        tuple(message.tokens[:]),
+        tuple(map(logprobs_from_proto, logprobs)) if logprobs else (),
+        prompt_logprobs,
+        message.num_cached_tokens,
+        None if reason == pb.FINISH_REASON_UNSPECIFIED else FROM_WIRE.get(reason, FinishReason.FAILED),
+        error_from_proto(message.error) if message.HasField("error") else None,
+        tuple(vector) if vector else (),
     )
 
 

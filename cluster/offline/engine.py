@@ -74,7 +74,7 @@ class OfflineEngine:
                     unfinished[key] -= 1
                     if unfinished[key] == 0:
                         del unfinished[key]
-                yield News(key, update)
+            yield from map(News._make, report.updates)
 
     def cancel(self, key: int, indices: Collection[int] | None = None) -> None:
         """End a request's sequences at the next step; each still gets its last update."""
