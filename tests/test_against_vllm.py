@@ -37,4 +37,4 @@ def test_a_side_that_takes_a_second_a_token_of_a_batch_is_told_so() -> None:
     longest = max(item.output_len for item in workload.mixed(256, (100, 1024), vocab_size=1000, seed=0))
     assert figures["mixed256_tok_s"] == 147_164 / (10 + longest)
     assert figures["prefill_tok_s"] == 64 * 2048 / 11
-    assert seen == [4, *(size for size in BATCH_SIZES for _ in range(4)), 256, 64]
+    assert seen == [4, *(size for size in BATCH_SIZES for _ in range(4)), 256, 256, 64, 64]
