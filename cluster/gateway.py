@@ -29,6 +29,7 @@ from cluster.telemetry.activity import Activity, activity
 from cluster.telemetry.ray_metrics import RayMetrics
 from cluster.telemetry.request_log import request_log_beside
 from cluster.web.api import create_app
+from worker.heap import settle
 from worker.tls import channel_credentials
 from worker.tracing import open_tracing
 
@@ -87,7 +88,9 @@ class Gateway(GrpcMethods):
 
     def __serve_build_asgi_app__(self) -> Any:
         """Serve asks for the application once, after the constructor."""
-        return create_app(self._models, self._batches, tells_request_id=False)
+        app = create_app(self._models, self._batches, tells_request_id=False)
+        settle()
+        return app
 
     def _sessions_of(self, scope: str) -> ScopedOwner | None:
         return None if self._keeper is None else ScopedOwner(self._keeper.owner, scope)

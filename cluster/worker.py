@@ -30,6 +30,7 @@ from cluster.telemetry.worker_metrics import worker_samples
 from cluster.web.debug_views import View, worker_view
 from planner.limits import Snapshot
 from worker.engine import EngineState
+from worker.heap import settle
 from worker.serving import DataPlaneServer
 from worker.tls import server_credentials
 from worker.tracing import open_tracing
@@ -75,6 +76,7 @@ class Worker:
             lambda: [Source(labels, worker_samples(self._engine.snapshot, self._server.totals))]
         )
         self._ray_metrics.start()
+        settle()
         logger.info(
             "worker ready after %.1f s: %s, %s on %s, %d cells",
             time.monotonic() - started_at,

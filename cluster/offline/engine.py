@@ -16,6 +16,7 @@ from worker.client import StepReport
 from worker.config import EngineConfig
 from worker.engine import Engine
 from worker.executor import ProgramInfo
+from worker.heap import settled
 
 
 class News(NamedTuple):
@@ -94,7 +95,7 @@ def open_offline(settings: EngineConfig, executor: str = BUILD_EXECUTOR) -> Iter
     """
     # Nobody waits here but what the caller has in flight, and that is bounded by requests.
     unbounded = settings.model_copy(update={"max_waiting_tokens": sys.maxsize})
-    with running(make_engine(unbounded, lambda error: None, executor)) as engine:
+    with running(make_engine(unbounded, lambda error: None, executor)) as engine, settled():
         yield engine
 
 

@@ -15,6 +15,7 @@ from ray import serve
 from cluster.serving.node_address import node_address
 from cluster.sessions.histories import SessionLimits, Sessions
 from cluster.sessions.server import SessionServer
+from worker.heap import settle
 from worker.tls import server_credentials
 
 
@@ -39,6 +40,7 @@ class SessionKeeper:
             None if settings.tls is None else server_credentials(Path(settings.tls)),
         )
         self.address = await self._server.start()
+        settle()
 
     def record_replica_metadata(self) -> dict[str, str]:
         """What gateways learn of this replica from Serve, once; see `cluster.routing.membership_router`."""
