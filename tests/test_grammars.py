@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import jsonschema
@@ -203,3 +206,42 @@ def test_a_grammar_that_nests_as_deep_as_its_text_allows_ends_no_process(
     for _ in range(3):
         mask = mask_of(grammars, row(grammar, tokens))
         tokens.append(allowed(mask)[0])
+
+
+NOWHERE = {
+    "rules in a circle": LLMatcher.grammar_from_lark("start: a\na: b\nb: a"),
+    "schemas in a circle": schema_grammar({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+    "no character at all": LLMatcher.grammar_from_regex(r"[^\s\S]"),
+    "two things at once": LLMatcher.grammar_from_lark("start: BOTH\nBOTH: /red/ & /green/"),
+}
+
+
+@pytest.mark.parametrize("grammar", NOWHERE.values(), ids=NOWHERE)
+def test_a_grammar_that_no_text_fits_leaves_nothing_to_draw_and_not_even_the_end(
+    grammars: Grammars, grammar: str
+) -> None:
+    """So that it is refused as what the client asked for, and is no failure of the service."""
+    for _ in range(2):
+        assert allowed(mask_of(grammars, row(grammar))) == []
+    assert allowed(mask_of(grammars, row(grammar, masked=frozenset({EOS})))) == []
+    assert allowed(mask_of(grammars, row(schema_grammar({"const": 1}), sequence_id=2)))
+
+
+def test_a_fault_below_thousands_of_rules_is_found_at_once_where_rust_is_told_to_trace() -> None:
+    """Traces at each of these levels take minutes."""
+    program = """
+from llguidance import LLMatcher
+from worker.grammars import check_grammar
+rules = [f"r{i}: r{i + 1}" for i in range(8_000)]
+print(check_grammar(LLMatcher.grammar_from_lark(chr(10).join(["start: r0", *rules, "r8000: nowhere"]))))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RUST_LIB_BACKTRACE"}
+    told = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | {"RUST_BACKTRACE": "1"},
+        timeout=60,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert 'unknown name: "nowhere"' in told.stdout

@@ -83,6 +83,13 @@ async def test_json_mode_gives_an_object_on_one_line() -> None:
     grammars.close()
 
 
+def many_parts(num_links: int) -> dict[str, Any]:
+    """A hundred parts that compile, and one that does not; each of them is read with a chain of definitions."""
+    links = {f"link-{i}": {"items": {"$ref": f"#/$defs/link-{i + 1}"}} for i in range(num_links)}
+    parts = {f"part-{i}": {"$ref": "#/$defs/link-0"} for i in range(100)} | {"bad": {"uniqueItems": True}}
+    return {"properties": parts, "$defs": links | {f"link-{num_links}": {"type": "null"}}}
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
@@ -92,6 +99,8 @@ async def test_json_mode_gives_an_object_on_one_line() -> None:
         ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"uniqueItems": True}}}, "uniqueItems"),
         ({"$ref": "https://example.com/schema"}, "at #: "),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "at #: oneOf"),
+        (many_parts(num_links=10), "at #/properties/bad: "),
+        (many_parts(num_links=2500), "at #: "),  # where looking would take long, the fault alone is told
         (False, "the schema must be an object"),
     ],
 )

@@ -29,6 +29,11 @@ from worker.vocabulary import Vocabulary, VocabularySource
 _MAX_THREADS: Final = 8
 _MAX_REPLAYED: Final = 64  # tokens, so that a state moves in less than its masks take
 _MAX_SPELLED: Final = 4096  # texts whose ids are remembered
+_DEAD_END: Final = "NoExtensionBias"  # the library's word for: no text goes on from here, nor may it end
+
+# Where RUST_BACKTRACE is set, the library takes a backtrace at each level that an error rises through, and a fault
+# below thousands of rules is found in minutes instead of a tenth of a second. Backtraces of panics stay.
+os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
 
 
 @dataclass(slots=True)
@@ -66,7 +71,8 @@ class Grammars:
                 self._compiled.give_back(state.source)
 
     def masks(self, rows: Sequence[ConstrainedRow]) -> list[BitMask | GrammarFailed]:
-        """What each row may draw, or why its sequence cannot go on. Waits for what is still being compiled."""
+        """What each row may draw, or why its sequence cannot go on; a mask without a bit where the grammar has no next
+        token. Waits for what is still being compiled."""
         found: list[BitMask | GrammarFailed] = [_NOTHING] * len(rows)
         states: list[tuple[int, _State]] = []
         for place, row in enumerate(rows):
@@ -83,6 +89,8 @@ class Grammars:
         matchers = [(matcher, place) for _, matcher, place in apart]
         self._filler.unsafe_compute_mask_ptr(matchers, filled.ctypes.data, size, len(rows))
         for place, state in states:
+            if _is_dead_end(state.matcher):
+                filled[place] = 0  # the library lets the end through
             found[place] = _failure(state.matcher) or _without(filled[place], rows[place].masked)
         return found
 
@@ -142,8 +150,12 @@ def _make_tokenizer(source: VocabularySource) -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(_Spellings(vocabulary)), eos_token=sorted(vocabulary.eos_ids))
 
 
+def _is_dead_end(matcher: LLMatcher) -> bool:
+    return matcher.is_error() and matcher.get_error().splitlines()[0] == _DEAD_END
+
+
 def _failure(matcher: LLMatcher) -> GrammarFailed | None:
-    if not matcher.is_error():
+    if not matcher.is_error() or _is_dead_end(matcher):
         return None
     return GrammarFailed(f"the answer's grammar cannot go on: {matcher.get_error().splitlines()[0]}")
 

@@ -28,6 +28,7 @@ MAX_GRAMMAR: Final = 256 * 1024  # characters
 MAX_GBNF: Final = 64 * 1024  # characters, of which llguidance makes Lark in a time that grows with their square: 5 s
 MAX_KNOWN: Final = 1024  # digests of grammars that were found good
 _MAX_TRIED: Final = 200  # parts of a schema that are looked at for its mistake
+_MAX_TRIED_LENGTH: Final = 4 << 20  # characters of them all, with the definitions that each is read with: 2 s at most
 ONE_LINE: Final[JsonCompileOptions] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_LENGTH: Final = 2**62  # compiling takes longer than its text says, so it is never done on the event loop
 
@@ -160,14 +161,14 @@ def _literally(text: str) -> str:
 
 def _part_at_fault(schema: dict[str, Any]) -> str:
     """A JSON pointer to the smallest part of a schema that does not compile by itself, as far as it was looked for."""
-    where, part, tried = "", schema, 0
+    where, part, tried, length = "", schema, 0, 0
     definitions: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     while True:
         for below, child in _parts(part):
-            tried += 1
-            if tried > _MAX_TRIED:
-                return _pointer(where)
             whole = LLMatcher.grammar_from_json_schema({**definitions, **child}, overrides=ONE_LINE)
+            tried, length = tried + 1, length + len(whole)
+            if tried > _MAX_TRIED or length > _MAX_TRIED_LENGTH:
+                return _pointer(where)
             if check_grammar(whole) is not None:
                 where, part = where + below, child
                 break
