@@ -123,6 +123,12 @@ class Gateway(GrpcMethods):
         """Requests for tokens that are being answered here; asked over a Serve handle by whoever ends the service."""
         return sum(one.maker.service.meter.num_open for one in self._each)
 
+    async def give_up(self) -> None:
+        """End what is still being answered with an error that says so; asked by whoever ends the service, when its
+        patience has ended."""
+        for one in self._each:
+            await one.streams.close()
+
     async def check_health(self) -> None:
         for one in self._each:
             if one.streams.fault is not None:

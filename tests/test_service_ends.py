@@ -4,6 +4,7 @@ The orderly end is the last test of `tests/test_serve_app.py`."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -54,6 +55,22 @@ def test_a_service_that_is_ended_while_it_starts_leaves_nothing(tmp_path: Path) 
         wait_until(lambda: not service.processes(), 30, "every process has ended")
         check_port(EVERY_ADDRESS[0], service.port)
     assert not any("Traceback" in line for line in service.output), "".join(service.output)
+
+
+def test_an_answer_that_outlasts_the_drain_ends_with_an_error(tmp_path: Path) -> None:
+    """And not with its connection, by which a client could not tell it from a lost network."""
+    arguments = [str(tiny_checkpoint(tmp_path)), "--device", "cpu", "--executor", "tests.served_fake:make_executor"]
+    with running_service(*arguments, "--drain-timeout-s", "2") as service:
+        service.wait_for_line("ready at", 180)
+        asked = {"model": tmp_path.name, "prompt": "Hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{service.url}/v1/completions", json=asked, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
+            service.signal_group(signal.SIGINT)
+            told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert told[-1]["error"]["code"] == "worker_lost"
+        assert len(told) > 50, "it went on for as long as the drain"
+        assert service.wait(60) in (0, 130)
 
 
 def assert_refused_in_the_cluster_of(service: ServiceProcess, model: Path) -> None:

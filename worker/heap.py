@@ -1,7 +1,7 @@
 """Keeps Python's collector of garbage off what lives as long as its process: modules, vocabularies, compiled kernels.
 
 A full collection looks at every object that there is, 370,000 in a worker once it is ready, and no thread of the
-process goes on meanwhile. Steps of many rows cause one every few hundred, since what they make outlives two younger
+process goes on meanwhile. Steps of many rows cause one every 150, since what they make outlives two younger
 collections. What is *settled* is passed over from then on, though it still goes when nothing refers to it any more.
 """
 

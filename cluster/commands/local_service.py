@@ -42,6 +42,7 @@ STILL_STARTING_S = 20.0
 """A line is told again after so long, so that nobody takes a model that loads for a service that hangs."""
 SHUTDOWN_MARGIN_S = 10.0
 DRAIN_NOTICE_S = 2.0
+FAREWELL_S = 2.0  # for errors to reach their clients
 
 logger = logging.getLogger(__name__)
 
@@ -160,11 +161,13 @@ class LocalService:
 
     def _end_in_order(self) -> None:
         """Once Serve is told, it has no route to the gateways any more and tells clients 404, so they first say
-        themselves, with a 503, that they drain."""
+        themselves, with a 503, that they drain; and what takes too long ends with an error, and not with its
+        connection."""
         patience_ends = time.monotonic() + self._config.drain_timeout_s
-        self._drain()
-        while self._num_open() and time.monotonic() < patience_ends:
-            time.sleep(POLL_S)
+        _asked_of_gateways("drain")
+        if not self._none_open_by(patience_ends):
+            _asked_of_gateways("give_up")
+            self._none_open_by(time.monotonic() + FAREWELL_S)
         serve.delete(APP_NAME, _blocking=False)
         while APP_NAME in serve.status().applications and time.monotonic() < patience_ends + SHUTDOWN_MARGIN_S:
             time.sleep(POLL_S)
@@ -181,13 +184,13 @@ class LocalService:
         function = FUNCTION_FOR_THIS_HOST if self._behind_haproxy else SERVICER_FUNCTION
         return {"port": self._grpc_port, "grpc_servicer_functions": [function]}
 
-    def _drain(self) -> None:
-        """Let gateways say that they are about to go, before anything of them goes."""
-        _asked_of_gateways("drain")
-
-    def _num_open(self) -> int:
-        """Requests that gateways still answer."""
-        return sum(_asked_of_gateways("num_open"))
+    def _none_open_by(self, time_s: float) -> bool:
+        """Whether gateways have no request to answer any more by then; waits for it."""
+        while sum(_asked_of_gateways("num_open")):
+            if time.monotonic() >= time_s:
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def _wait_until_ready(self, config: ServiceConfig) -> bool:
         """Tell of progress until a client would be served; False if a signal came first.
