@@ -20,19 +20,15 @@ from contextlib import nullcontext
 from statistics import median
 from typing import Any, Final
 
-import numpy as np
-
-from benchmarks.host_step import LIMITS, PhaseClock, ReadyExecutor
+from benchmarks.host_step import LIMITS, PhaseClock, ReadyExecutor, decoding
 from benchmarks.record import record
 from cluster.checkpoints import resolve
 from cluster.language.text import load_text
 from cluster.offline.engine import running
-from planner.request import Request
 from worker.engine import Engine
 from worker.heap import settled
 
 ROWS: Final = 256
-PROMPT_TOKENS: Final = 128
 WARM_UP_STEPS: Final = 100
 SIDES: Final = ("as it is", "settled")
 
@@ -71,10 +67,9 @@ def one_side(side: str, model: str, num_steps: int) -> dict[str, Any]:
     pauses = Pauses()
     executor = ReadyExecutor(PhaseClock(), 0, lambda: None)
     engine = Engine(executor, LIMITS, inbox_size=ROWS, on_death=lambda error: None)
-    prompt = np.arange(1000, 1000 + PROMPT_TOKENS, dtype=np.int64)
     began = 0.0
     with running(engine) as offline, settled() if side == "settled" else nullcontext():
-        requests = [(key, Request(prompt, num_steps + WARM_UP_STEPS)) for key in range(ROWS)]
+        requests = [(key, decoding(num_steps + WARM_UP_STEPS)) for key in range(ROWS)]
         for number, _ in enumerate(offline.run(requests, ROWS), start=1):
             if number == ROWS * WARM_UP_STEPS:
                 pauses.begin()

@@ -42,9 +42,9 @@ from planner.limits import Limits, Snapshot
 from planner.request import Request, Update
 from planner.step import ChunkOutput, Step, StepResult
 from protos import worker_pb2 as pb
+from tests.fakes import fake_info
 from worker.client import Client, StepReport
 from worker.engine import Engine
-from worker.executor import ProgramInfo
 from worker.inbox import Inbox, Mail
 from worker.loop import Loop
 from worker.outbox import Outbox
@@ -76,21 +76,15 @@ CASES: Final = {
 }
 Figures = dict[str, dict[str, float]]
 PHASES: Final = ("mail", "plan", "commit", "note", "report")
-INFO: Final = ProgramInfo(
+INFO: Final = fake_info(
     name="ready",
-    architecture="none",
     vocab_size=LIMITS.vocab_size,
     context=LIMITS.context,
     max_prefill_tokens=LIMITS.max_prefill_tokens,
     min_prefill_tokens=LIMITS.min_prefill_tokens,
     widths=LIMITS.widths,
     num_cells=LIMITS.capacity,
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=1,
-    dtype="float32",
-    device="cpu",
-    bytes_per_cell=8,
+    vector_size=None,
 )
 
 
@@ -197,7 +191,7 @@ def step_times(limits: Limits, stop_token_ids: frozenset[int], rows: int) -> dic
     client = Client(inbox, lambda report: None)
     inbox.connect(client)
     for key in range(rows):
-        client.submit(key, _request(num_steps + 1, stop_token_ids))
+        client.submit(key, decoding(num_steps + 1, stop_token_ids))
     loop.run()
     loop.close()
     return clock.figures()
@@ -242,7 +236,7 @@ def offline_time(rows: int) -> float:
     times: list[float] = []
     with running(engine) as offline:
         at = time.thread_time()
-        requests = [(key, _request(REPORTS, frozenset())) for key in range(rows)]
+        requests = [(key, decoding(REPORTS)) for key in range(rows)]
         for number, _ in enumerate(offline.run(requests, rows), start=1):
             if number % rows == 0:
                 now = time.thread_time()
@@ -251,7 +245,8 @@ def offline_time(rows: int) -> float:
     return median(times[WARM_UP_STEPS:])
 
 
-def _request(max_tokens: int, stop_token_ids: frozenset[int]) -> Request:
+def decoding(max_tokens: int, stop_token_ids: frozenset[int] = frozenset()) -> Request:
+    """A request that does nothing but decode for so many steps, after a short prompt."""
     prompt = np.arange(1000, 1000 + PROMPT_TOKENS, dtype=np.int64)
     return Request(prompt, max_tokens, stop_token_ids=stop_token_ids)
 

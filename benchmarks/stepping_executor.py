@@ -12,6 +12,7 @@ from typing import Any
 
 from planner.request import Request, TokenLogprobs
 from planner.step import Chunk, ChunkOutput, Step, StepResult
+from tests.fakes import fake_info
 from worker.config import CPU_PREFILL_TOKENS, EngineConfig
 from worker.executor import ProgramInfo
 from worker.vocabulary import VocabularySource
@@ -25,21 +26,15 @@ FIRST_TOKEN, NUM_TOKENS = 300, 64
 def make(config: EngineConfig, _: VocabularySource | None = None) -> SteppingExecutor:
     """The same call as `worker.program.build_executor`."""
     return SteppingExecutor(
-        ProgramInfo(
+        fake_info(
             name="stepping",
-            architecture="none",
             vocab_size=VOCAB_SIZE,
             context=config.max_model_len or 8192,
             max_prefill_tokens=config.max_prefill_tokens or CPU_PREFILL_TOKENS,
             min_prefill_tokens=config.min_prefill_tokens,
             widths=config.decode_widths,
             num_cells=config.max_cells or 2**18,
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=1,
-            dtype="float32",
-            device="cpu",
-            bytes_per_cell=8,
+            vector_size=None,
         )
     )
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from planner.request import CellArray, SamplingParams
+from worker.cuda.launch import aligned
 from worker.cuda.pinned_pages import PinnedPages
 from worker.cuda.staging import Moment, StagingRing
 from worker.sampler import Upload
@@ -92,7 +93,7 @@ class DecodeState:
         slots = num_slots + 1
         self.num_slots, self.max_rows, self.context, self.scratch_cell = num_slots, max_rows, context, scratch_cell
         self.device = device
-        padded = -(-max_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
+        padded = aligned(max_rows, _ALIGNED_ROWS)
         self._rows = zeros(3, padded)
         self.row_slots, self.new_cells, self.row_adapters = self._rows[:, :max_rows].unbind()
         # Until the first `set_rows` all rows are padding, so that a step may run at once (to be captured, say).

@@ -29,6 +29,7 @@ from worker.cuda.decode_state import PendingTokens, SlotEntry
 from worker.cuda.failures import Failures
 from worker.cuda.graphs import Draw
 from worker.cuda.host_draws import HostDraws
+from worker.cuda.launch import aligned
 from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.outcomes import Drawn, StepRun
 from worker.cuda.prefill import PrefillChain
@@ -227,7 +228,7 @@ class CudaExecutor:
         logits = self._decoder.logits(hidden)[:num_rows]
         entered = self._enter(pieces)
         slots = self._decode.upload(np.array(entered, dtype=np.int64))
-        outputs = torch.empty((2, _aligned(num_rows)), dtype=torch.int32, device=self._device)
+        outputs = torch.empty((2, aligned(num_rows, _ALIGNED_ROWS)), dtype=torch.int32, device=self._device)
         self._decode.draw(logits, slots.int(), outputs[0, :num_rows], outputs[1, :num_rows])
         rows, indices = range(num_rows), [piece.index for piece in pieces]
         draws = self._host_draws.draws(indices, run, self._step_before)  # while the forward runs
@@ -292,7 +293,3 @@ def _entry(slot: int, chunk: Chunk) -> SlotEntry:
     """A sequence whose lone token `chunk` is the first that it decodes in a slot."""
     assert chunk.tokens is not None, "a token that only the device knows was drawn for no slot"
     return SlotEntry(slot, chunk.start, chunk.cells[: chunk.start], int(chunk.tokens[0]), chunk.sampling)
-
-
-def _aligned(num_rows: int) -> int:
-    return -(-num_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS

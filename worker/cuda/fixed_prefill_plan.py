@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from worker.attention import Span
+from worker.cuda.launch import aligned
 from worker.cuda.prefill_plan import (
     LONG_ROWS,
     SHORT_ROWS,
@@ -69,4 +70,4 @@ def _sizes(width: int, shared_heads: int) -> list[int]:
     wide = rows * 3 // (2 * WIDE_ROWS)  # rows / WIDE_ROWS, and one more for each chunk of 2 WIDE_ROWS
     long = rows * (LONG_ROWS + least) // (LONG_ROWS * least)  # likewise
     entries = (4 * width, width, width, 2 * wide, 2 * long, 2 * width)
-    return [-(-size // _ALIGNED) * _ALIGNED for size in entries]
+    return [aligned(size, _ALIGNED) for size in entries]

@@ -12,6 +12,12 @@ GRID_LIMIT: Final = 65_535
 """Programs along a grid's second axis, or its third, on any GPU."""
 
 
+def aligned(length: int, unit: int) -> int:
+    """`length` rounded up to whole units, so that what follows begins where a kernel expects it: for a pointer that is
+    a multiple of 16 bytes and for one that is none a kernel is compiled anew."""
+    return -(-length // unit) * unit
+
+
 def launch_options(warps: int, stages: int | None = None, *, dependent: bool = False) -> dict[str, Any]:
     """Of a kernel that has the flag PDL. `dependent`: it may start before the one ahead of it has ended, and waits for
     that itself (programmatic dependent launch). Without `stages` the compiler chooses."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from worker.attention import Span
+from worker.cuda.launch import aligned
 from worker.packed_plan import PackedPlan
 
-# Every array begins at a multiple of 128 bytes: a kernel is compiled anew for pointers that do and that do not.
+# Every array begins at a multiple of 128 bytes.
 _ALIGNED = 32
 _LAYOUT_ENTRIES = 2
 
@@ -57,7 +58,7 @@ def pack_lone(spans: Sequence[Span], device: torch.device) -> PackedPlan:
 def write_lone(host: Int32Array, spans: Sequence[Span], width: int) -> int:
     """Write the plan of `spans` as the first rows of one of `width` tokens into `host`, and return the number of its
     entries that were written. Further rows keep what they have."""
-    room, num_rows = _aligned(width), len(spans)
+    room, num_rows = aligned(width, _ALIGNED), len(spans)
     lists = [span.cells for span in spans]
     ends = np.cumsum([len(cells) for cells in lists], dtype=np.int64)
     host[:num_rows] = [span.start for span in spans]
@@ -70,7 +71,7 @@ def write_lone(host: Int32Array, spans: Sequence[Span], width: int) -> int:
 
 def table_size(width: int, num_cells: int) -> int:
     """Entries of a table of `width` tokens whose sequences have so many cells together."""
-    return 3 * _aligned(width) + num_cells
+    return 3 * aligned(width, _ALIGNED) + num_cells
 
 
 def layout_of(width: int, num_cells: int) -> Tensor:
@@ -86,10 +87,6 @@ def is_lone(packed: PackedPlan) -> bool:
 def unpack_lone(packed: PackedPlan) -> LonePlan:
     """The plan, as views of the table. Does not wait for the device."""
     width, num_cells = packed.layout.tolist()
-    room = _aligned(width)
+    room = aligned(width, _ALIGNED)
     positions, firsts, new_cells = packed.table[: 3 * room].view(3, room)[:, :width].unbind(0)
     return LonePlan(positions, firsts, new_cells, packed.table[3 * room : 3 * room + num_cells])
-
-
-def _aligned(width: int) -> int:
-    return -(-width // _ALIGNED) * _ALIGNED

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from worker.attention import Span
+from worker.cuda.launch import aligned
 from worker.packed_plan import PackedPlan
 from worker.sampler import Upload
 
@@ -22,7 +23,7 @@ from worker.sampler import Upload
 WIDE_ROWS = 256
 LONG_ROWS = 128
 SHORT_ROWS = 16
-# Every table starts at a multiple of 16 bytes: a kernel is compiled anew for pointers that do and that do not.
+# Every table starts at a multiple of 16 bytes.
 _ALIGNED = 4
 _CHUNK_ENTRIES = 4
 _TILE_ENTRIES = 2
@@ -113,7 +114,7 @@ def unpack_prefill(packed: PackedPlan, shared_heads: int) -> PrefillPlan:
 
 
 def _aligned(sizes: Sequence[int]) -> list[int]:
-    return [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    return [aligned(size, _ALIGNED) for size in sizes]
 
 
 def _tiles(chunks: Int32Array, chosen: npt.NDArray[np.bool_], shared_heads: int, tile_rows: int) -> Int32Array:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from worker.cuda.changes import change_rows
+from worker.cuda.launch import aligned
 from worker.cuda.pinned_pages import PAGE_BYTES, PinnedPages
 from worker.cuda.sampler import GpuSampler
 from worker.sampler import Draw, DrawnRows
 
-# Every row of four-byte numbers begins at a multiple of 16 bytes: a kernel is compiled anew for pointers that do and
-# that do not.
+# Every row of four-byte numbers begins at a multiple of 16 bytes.
 _ALIGNED = 4
 
 
@@ -42,7 +42,7 @@ class RowDraws:
             change_rows(logits, draws, self._upload)
         if all(draw.sampling.greedy for draw in draws):
             return DrawnRows(logits.argmax(dim=-1), ~logits.amax(dim=-1).isfinite() if changes else None)
-        outputs = torch.empty((2, _aligned(len(draws))), dtype=torch.int32, device=logits.device)
+        outputs = torch.empty((2, aligned(len(draws), _ALIGNED)), dtype=torch.int32, device=logits.device)
         tokens, bad = outputs[:, : len(draws)].unbind(0)
         at_once = len(self._slots)
         for first in range(0, len(draws), at_once):
@@ -67,10 +67,6 @@ class RowDraws:
 
 def _table(rows: Sequence[Sequence[float]], dtype: type[np.float32 | np.int32]) -> npt.NDArray[Any]:
     """Rows of equal length, each of which begins where a kernel expects it."""
-    table = np.zeros((len(rows), _aligned(len(rows[0]))), dtype=dtype)
+    table = np.zeros((len(rows), aligned(len(rows[0]), _ALIGNED)), dtype=dtype)
     table[:, : len(rows[0])] = rows
     return table
-
-
-def _aligned(length: int) -> int:
-    return -(-length // _ALIGNED) * _ALIGNED

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from worker.cuda.launch import aligned
 from worker.cuda.lone_plan import Int32Array
 from worker.cuda.staging import StagingRing
 from worker.programs.forwards import Rows
@@ -22,7 +23,7 @@ class FixedBuffers:
     def __init__(
         self, *, most_tokens: int, most_rows: int, table_entries: int, vocab_size: int, device: torch.device
     ) -> None:
-        tokens, rows = (-(-most // _ALIGNED) * _ALIGNED for most in (most_tokens, most_rows))
+        tokens, rows = (aligned(most, _ALIGNED) for most in (most_tokens, most_rows))
         self._numbers = torch.zeros(2 * tokens + rows, dtype=torch.int64, device=device)
         self.tokens, self.positions, self.selector = torch.split(self._numbers, [tokens, tokens, rows])
         self.table = torch.zeros(table_entries, dtype=torch.int32, device=device)
