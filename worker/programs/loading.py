@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import torch
-from torch._inductor.package.package import load_package
+from torch._C import _aoti
 
 from planner.errors import InvalidConfiguration, InvalidProgram
 from planner.limits import SWAP_BLOCK_CELLS
@@ -27,6 +27,12 @@ from worker.swap import blocks_in
 from worker.torch_executor import TorchExecutor
 
 logger = logging.getLogger(__name__)
+
+# How torch's own loader of compiled code is asked for a method. The function that torch has in front of it compiles C++
+# for up to a minute, only to say which instructions the processor has: `check_machine` knows, and refuses.
+_SINGLE_THREADED = True
+_NUM_RUNNERS = 1
+_ANY_DEVICE = -1
 
 
 def build_program_executor(config: EngineConfig, masks: MaskMaker) -> TorchExecutor:
@@ -61,12 +67,12 @@ def load_methods(path: Path, metadata: ProgramMetadata) -> Methods:
 
     def method(name: str) -> CompiledMethod:
         try:
-            loaded = load_package(str(path), model_name=name, run_single_threaded=True)
+            loaded = _aoti.AOTIModelPackageLoader(str(path), name, _SINGLE_THREADED, _NUM_RUNNERS, _ANY_DEVICE)
             # One copy for all methods, and it is ours. What a method does not read, as the zero points of symmetric
             # codes, the compiler has left out of it.
             wanted = {constant: (own_constant(name, constant), constant) for constant in loaded.get_constant_fqns()}
             read = {to: weights[at] for to, names in wanted.items() for at in names if at in weights}
-            loaded.load_constants(read, check_full_update=True, user_managed=True)
+            loaded.load_constants(read, use_inactive=False, check_full_update=True, user_managed=True)
         except RuntimeError as error:
             raise InvalidProgram(f"method {name} of {path} cannot be loaded: {error}", param="model") from error
         return _Loaded(loaded, weights)
@@ -122,7 +128,7 @@ def program_info(metadata: ProgramMetadata, config: EngineConfig) -> ProgramInfo
 class _Loaded:
     """A compiled method that keeps the weights alive, which it only points to."""
 
-    def __init__(self, compiled: CompiledMethod, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(self, compiled: _aoti.AOTIModelPackageLoader, weights: dict[str, torch.Tensor]) -> None:
         self._compiled = compiled
         self._weights = weights
 
@@ -136,4 +142,5 @@ class _Loaded:
         tables: list[torch.Tensor],
         layouts: list[torch.Tensor],
     ) -> torch.Tensor:
-        return self._compiled(tokens, positions, selector, keys, values, tables, layouts)
+        (logits,) = self._compiled.boxed_run([tokens, positions, selector, keys, values, *tables, *layouts])
+        return logits
