@@ -130,7 +130,7 @@ class Bench:
         elif isinstance(matrix, PackedMatrix):
             head_product(x, matrix, *ends, rows, tile, options, store_logits=False)
         else:
-            grid = (programs, -(-rows // tile.rows))
+            grid = (-(-rows // tile.rows), programs)
             head_kernel[grid](x, matrix, *ends, rows, programs, ROWS=tile.rows, SWAP=tile.swap, **shared)
 
     def microseconds(self, product: Product, matrices: Sequence[Tensor], rows: int, tile: Tile) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from worker.cuda.bulk_tiles import bulk_linear_tiles
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.fp8_tiles import fp8_linear_tiles
 from worker.cuda.launch import launch_options
@@ -100,7 +101,7 @@ class DecodePlan:
 
 def adapted(plan: DecodePlan, shape: DecodeShape) -> DecodePlan:
     """How steps of the same width run with adapters, which are added to every product before it is used."""
-    fast = plan.chain is not Chain.LIBRARY
+    fast = plan.chain is not Chain.LIBRARY and not (plan.linear is not None and plan.linear.gate_up.bulk)
     linear = _linears(shape, plan.width, whole_gate_up=True) if fast else None
     if linear is None:
         return DecodePlan(plan.width, Chain.LIBRARY, plan.attention)
@@ -116,7 +117,7 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     # The fast kernels index a weight with 32 bits.
     if not hopper or shape.dtype is not torch.bfloat16 or shape.mlp_bias or largest >= 2**31:
         return DecodePlan(width, Chain.LIBRARY, attention)
-    widest = MOST_ROWS if shape.bits is not None else 256 if small else 64
+    widest = MOST_ROWS if shape.bits is not None else 64 if shape.quantization == "fp8" and not small else 256
     if width == 1 and not shape.output_bias and (gemv := _gemvs(shape)) is not None:
         return DecodePlan(width, Chain.GEMV, _looks_ahead(attention), gemv=gemv, dependent_launch=True)
     if width <= widest and (plan := split_plan(shape, width)) is not None:
@@ -142,7 +143,10 @@ def _gemvs(shape: DecodeShape) -> GemvTiles | None:
 def _linears(shape: DecodeShape, width: int, *, whole_gate_up: bool = False) -> LinearTiles | None:
     if shape.bits is not None:
         return packed_linear_tiles(shape, shape.bits, width, whole_gate_up=whole_gate_up)
-    tiles = _linear(shape, width, shape.hidden <= _SMALL)
+    small = shape.hidden <= _SMALL
+    if width > 64 and not small and shape.quantization == "none":
+        return None if whole_gate_up else bulk_linear_tiles(shape, width)
+    tiles = _linear(shape, width, small)
     return fp8_linear_tiles(shape, width, tiles.head) if tiles is not None and shape.quantization == "fp8" else tiles
 
 

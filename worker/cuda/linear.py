@@ -148,9 +148,11 @@ def gate_up_kernel(
 
 @triton.jit
 def leave_best(
-    rounded, rows, columns, logits, best, best_id, num_rows, num_programs, N: tl.constexpr, STORE_LOGITS: tl.constexpr,
+    rounded, rows, columns, part, logits, best, best_id, num_rows, num_parts,
+    N: tl.constexpr, STORE_LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """What an LM head's program leaves of its logits, `rounded` [ROWS, COLUMNS]: see `head_kernel`."""
+    """What an LM head's program leaves of its logits, `rounded` [ROWS, COLUMNS], part `part` of each row's: see
+    `head_kernel`."""
     inside = columns < N
     mine = rows < num_rows
     if STORE_LOGITS:
@@ -161,20 +163,22 @@ def leave_best(
     value = tl.where(inside[None, :], value, float("-inf"))
     top = tl.max(value, axis=1)
     top_id = tl.min(tl.where(value == top[:, None], columns[None, :], N), axis=1)
-    tl.store(best + rows * num_programs + tl.program_id(0), top, mask=mine)
-    tl.store(best_id + rows * num_programs + tl.program_id(0), top_id, mask=mine)
+    tl.store(best + rows * num_parts + part, top, mask=mine)
+    tl.store(best_id + rows * num_parts + part, top_id, mask=mine)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def head_kernel(
-    x, w, logits, best, best_id, num_rows, num_programs,
+    x, w, logits, best, best_id, num_rows, num_parts,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     SWAP: tl.constexpr, STORE_LOGITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The LM head: each program's largest logit and its lowest token id into best, best_id [rows, num_programs], and
-    the logits [rows, N] themselves where asked for. A NaN counts as +inf, so that it shows."""
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """The LM head: each part's largest logit and its lowest token id into best, best_id [rows, num_parts], and the
+    logits [rows, N] themselves where asked for. A NaN counts as +inf, so that it shows. Programs of one part lie next
+    to each other in the grid, so that a part is read once, however many tiles of rows there are."""
+    part = tl.program_id(1)
+    columns = part * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if PDL:
         gdc_wait()
     acc = _accumulate(x, w, rows, tl.minimum(columns, N - 1), 0, K, K, ROWS, COLUMNS, DEPTH, SWAP)
@@ -183,4 +187,4 @@ def head_kernel(
     if SWAP:
         acc = tl.trans(acc)
     rounded = acc.to(w.dtype.element_ty)
-    leave_best(rounded, rows, columns, logits, best, best_id, num_rows, num_programs, N, STORE_LOGITS)
+    leave_best(rounded, rows, columns, part, logits, best, best_id, num_rows, num_parts, N, STORE_LOGITS)

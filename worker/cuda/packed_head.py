@@ -42,15 +42,16 @@ def packed_head_gemv_kernel(
     leave_best_of_row(rounded, at, logits, best, best_id, N, STORE_LOGITS)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def packed_head_kernel(
-    x, codes, scales, logits, best, best_id, num_rows, num_programs,
+    x, codes, scales, logits, best, best_id, num_rows, num_parts,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     STORE_LOGITS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same of several rows: best, best_id [rows, num_programs], and the logits [rows, N]."""
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """The same of several rows: best, best_id [rows, num_parts], and the logits [rows, N]."""
+    part = tl.program_id(1)
+    columns = part * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     read = tl.minimum(columns, N - 1)
     lacking = tl.load(scales + read)[:, None]
     if PDL:
@@ -63,4 +64,4 @@ def packed_head_kernel(
     if PDL:
         gdc_launch_dependents()
     rounded = tl.trans(acc * lacking).to(logits.dtype.element_ty)
-    leave_best(rounded, rows, columns, logits, best, best_id, num_rows, num_programs, N, STORE_LOGITS)
+    leave_best(rounded, rows, columns, part, logits, best, best_id, num_rows, num_parts, N, STORE_LOGITS)

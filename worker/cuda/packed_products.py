@@ -142,7 +142,7 @@ def head_product(
     """The same of several rows, which are padded to whole tiles; `best` and `best_id` [rows, programs]."""
     num_tokens, depth = head.shape
     programs = triton.cdiv(num_tokens, tile.columns)
-    packed_head_kernel[(programs, triton.cdiv(num_rows, tile.rows))](
+    packed_head_kernel[(triton.cdiv(num_rows, tile.rows), programs)](
         x, head.codes, head.scales, logits, best, best_id, num_rows, programs, N=num_tokens, K=depth, ROWS=tile.rows,
         COLUMNS=tile.columns, DEPTH=tile.depth, STORE_LOGITS=store_logits, NATIVE=x.is_cuda, **launch,
     )  # fmt: skip
