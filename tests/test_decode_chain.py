@@ -75,10 +75,11 @@ def split_k(attention: AttentionTile, *, swap: bool) -> DecodePlan:
 
 
 def bulk(attention: AttentionTile) -> DecodePlan:
-    """Two tiles of rows, the second one partly beyond those of the buffers."""
+    """Two tiles of rows, the second one half full."""
     two = LinearTile(rows=16, columns=16, depth=16, splits=2, stages=2, warps=4, swap=False, bulk=True)
     one = LinearTile(rows=16, columns=32, depth=32, splits=1, stages=2, warps=4, swap=False, bulk=True)
-    return DecodePlan(20, Chain.SPLIT_K, attention, linear=LinearTiles(two, two, one, two, one))
+    head = replace(one, bulk=False)
+    return DecodePlan(24, Chain.SPLIT_K, attention, linear=LinearTiles(two, two, one, two, head))
 
 
 def packed_gemv(attention: AttentionTile) -> DecodePlan:

@@ -1,9 +1,9 @@
-"""Matrix products of 65 to 256 rows with the large matrices of an unquantized model, on Hopper's tensor cores.
+"""Matrix products of 65 to 128 rows with the large matrices of an unquantized model, on Hopper's tensor cores.
 
 As `worker.cuda.linear`, but both sides come in whole tiles by the copy engine of each multiprocessor (the tensor memory
 accelerator, through descriptors): at so many rows a product is bound by arithmetic about as much as by its bytes, and
-no thread has time to compute addresses. Programs of the same weights lie next to each other in the grid, so that the
-rows' second tile finds them in the second-level cache.
+no thread has time to compute addresses. With more rows the vendor's library is faster. Programs of the same weights lie
+next to each other in the grid, so that a second tile of rows finds them in the second-level cache.
 
 Shapes must divide (N by COLUMNS, K by SPLITS * DEPTH). Rows of x beyond its buffer count as zeros.
 """
@@ -19,25 +19,22 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from worker.cuda.linear import ask_ahead, leave_best
 from worker.cuda.tiles import LinearTile
 
 
 @triton.jit(do_not_specialize=["num_rows", "split_stride"])
 def bulk_split_kernel(
-    x, w, w_numbers, out, num_rows, split_stride,
+    x, w, out, num_rows, split_stride,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out fp32 [SPLITS, rows, N], `split_stride` elements from one split to the next: partial sums of x @ w.T. x
-    [padded rows, K] in tiles of [ROWS, DEPTH], w [N, K] in tiles of [COLUMNS, DEPTH]; `w_numbers` are w's own."""
+    [padded rows, K] in tiles of [ROWS, DEPTH], w [N, K] in tiles of [COLUMNS, DEPTH]."""
     if PDL and EARLY:
         gdc_launch_dependents()
     row, column, split = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS, tl.program_id(2)
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     start = split * (K // SPLITS)
-    if PDL and AHEAD > 0:
-        ask_ahead(w_numbers, columns, start, K, AHEAD)
     if PDL:
         gdc_wait()
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -53,9 +50,9 @@ def bulk_split_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def bulk_gate_up_kernel(
-    x, w, w_numbers, out, num_rows,
+    x, w, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [rows, N] = silu(x @ gate.T) * (x @ up.T); w is [2 N, K], the gate's rows first. Tiles as those of
     `bulk_split_kernel`."""
@@ -63,9 +60,6 @@ def bulk_gate_up_kernel(
         gdc_launch_dependents()
     row, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    if PDL and AHEAD > 0:
-        ask_ahead(w_numbers, columns, 0, K, AHEAD)
-        ask_ahead(w_numbers, columns + N, 0, K, AHEAD)
     if PDL:
         gdc_wait()
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -80,29 +74,6 @@ def bulk_gate_up_kernel(
         gdc_launch_dependents()
     active = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
     tl.store(out + rows[:, None] * N + columns[None, :], active, mask=(rows < num_rows)[:, None])
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_parts"])
-def bulk_head_kernel(
-    x, w, logits, best, best_id, num_rows, num_parts,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    STORE_LOGITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The LM head, as `worker.cuda.linear.head_kernel`; N need not divide."""
-    part = tl.program_id(1)
-    column, row = part * COLUMNS, tl.program_id(0) * ROWS
-    columns, rows = column + tl.arange(0, COLUMNS), row + tl.arange(0, ROWS)
-    if PDL:
-        gdc_wait()
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for k in range(0, K, DEPTH):
-        x_tile = x.load([row, k])
-        w_tile = w.load([column, k])
-        acc = tl.dot(x_tile, w_tile.T, acc, input_precision="ieee")
-    if PDL:
-        gdc_launch_dependents()
-    rounded = acc.to(x.dtype)
-    leave_best(rounded, rows, columns, part, logits, best, best_id, num_rows, num_parts, N, STORE_LOGITS)
 
 
 def in_tiles(x: Tensor, w: Tensor, tile: LinearTile) -> tuple[TensorDescriptor, TensorDescriptor]:

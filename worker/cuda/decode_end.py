@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from worker.cuda.bulk_linear import bulk_head_kernel, in_tiles
 from worker.cuda.decode_buffers import ARG_MAX_BLOCK, DecodeBuffers, head_programs
 from worker.cuda.decode_plan import DecodePlan
 from worker.cuda.decode_shape import DecodeShape
@@ -58,15 +57,11 @@ class DecodeEnd:
             head_product(b.normed, head, b.logits, b.best, b.best_id, width, wide, launch, store_logits=store_logits)
         elif plan.linear is not None:
             wide = plan.linear.head
-            grid, sizes = (math.ceil(width / wide.rows), programs), {"N": s.vocab_size, "K": s.hidden}
-            sizes |= {"ROWS": wide.rows, "COLUMNS": wide.columns, "DEPTH": wide.depth}
-            left, launch = (b.logits, b.best, b.best_id, width, programs), plan.launch(wide.warps, wide.stages)
-            if wide.bulk:
-                bulk_head_kernel[grid](
-                    *in_tiles(b.normed, head, wide), *left, **sizes, STORE_LOGITS=store_logits, **launch
-                )
-            else:
-                head_kernel[grid](b.normed, head, *left, **sizes, SWAP=wide.swap, STORE_LOGITS=store_logits, **launch)
+            head_kernel[(math.ceil(width / wide.rows), programs)](
+                b.normed, head, b.logits, b.best, b.best_id, width, programs, N=s.vocab_size, K=s.hidden,
+                ROWS=wide.rows, COLUMNS=wide.columns, DEPTH=wide.depth, SWAP=wide.swap, STORE_LOGITS=store_logits,
+                **plan.launch(wide.warps, wide.stages),
+            )  # fmt: skip
         else:
             torch.mm(b.normed[:width], values_of(head).t(), out=b.logits[:width])
             if not store_logits:

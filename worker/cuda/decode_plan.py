@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from worker.cuda.bulk_tiles import bulk_linear_tiles
+from worker.cuda import bulk_tiles, packed_tiles
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.fp8_tiles import fp8_linear_tiles
 from worker.cuda.launch import launch_options
-from worker.cuda.packed_tiles import MOST_ROWS, packed_gemv_tiles, packed_linear_tiles
+from worker.cuda.packed_tiles import packed_gemv_tiles, packed_linear_tiles
 from worker.cuda.tiles import GemvTile, GemvTiles, LinearTile, LinearTiles
 
 ITEM_WORDS = 8
@@ -101,7 +101,7 @@ class DecodePlan:
 
 def adapted(plan: DecodePlan, shape: DecodeShape) -> DecodePlan:
     """How steps of the same width run with adapters, which are added to every product before it is used."""
-    fast = plan.chain is not Chain.LIBRARY and not (plan.linear is not None and plan.linear.gate_up.bulk)
+    fast = plan.chain is not Chain.LIBRARY
     linear = _linears(shape, plan.width, whole_gate_up=True) if fast else None
     if linear is None:
         return DecodePlan(plan.width, Chain.LIBRARY, plan.attention)
@@ -117,7 +117,10 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     # The fast kernels index a weight with 32 bits.
     if not hopper or shape.dtype is not torch.bfloat16 or shape.mlp_bias or largest >= 2**31:
         return DecodePlan(width, Chain.LIBRARY, attention)
-    widest = MOST_ROWS if shape.bits is not None else 64 if shape.quantization == "fp8" and not small else 256
+    if shape.bits is not None:
+        widest = packed_tiles.MOST_ROWS
+    else:
+        widest = 256 if small else bulk_tiles.MOST_ROWS if shape.quantization == "none" else 64
     if width == 1 and not shape.output_bias and (gemv := _gemvs(shape)) is not None:
         return DecodePlan(width, Chain.GEMV, _looks_ahead(attention), gemv=gemv, dependent_launch=True)
     if width <= widest and (plan := split_plan(shape, width)) is not None:
@@ -144,10 +147,12 @@ def _linears(shape: DecodeShape, width: int, *, whole_gate_up: bool = False) -> 
     if shape.bits is not None:
         return packed_linear_tiles(shape, shape.bits, width, whole_gate_up=whole_gate_up)
     small = shape.hidden <= _SMALL
-    if width > 64 and not small and shape.quantization == "none":
-        return None if whole_gate_up else bulk_linear_tiles(shape, width)
     tiles = _linear(shape, width, small)
-    return fp8_linear_tiles(shape, width, tiles.head) if tiles is not None and shape.quantization == "fp8" else tiles
+    if tiles is None or (shape.quantization == "none" and (small or width <= 64)):
+        return tiles
+    if shape.quantization == "fp8":
+        return fp8_linear_tiles(shape, width, tiles.head)
+    return None if whole_gate_up else bulk_tiles.bulk_linear_tiles(shape, width, tiles.head)
 
 
 def _looks_ahead(tile: AttentionTile) -> AttentionTile:

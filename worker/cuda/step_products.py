@@ -48,12 +48,12 @@ class StepProducts:
         if tile.bulk:
             grid = (math.ceil(width / tile.rows), n // tile.columns, tile.splits)
             bulk_split_kernel[grid](
-                *in_tiles(x, w, tile), w, out, width, stride, N=n, K=k, SPLITS=tile.splits, **_sizes(tile, k), **launch
+                *in_tiles(x, w, tile), out, width, stride, N=n, K=k, SPLITS=tile.splits, **_sizes(tile), **launch
             )
             return
         split_linear_kernel[(n // tile.columns, tile.splits, math.ceil(width / tile.rows))](
-            *self._operands(x, w), out, width, stride, N=n, K=k, SPLITS=tile.splits, **_sizes(tile, k), **launch,
-            SWAP=tile.swap, SCALED=self.takes_codes,
+            *self._operands(x, w), out, width, stride, N=n, K=k, SPLITS=tile.splits, **_sizes(tile), **launch,
+            SWAP=tile.swap, AHEAD=tile.ahead_of(k), SCALED=self.takes_codes,
         )  # fmt: skip
 
     def gate_up(self, x: Tensor, w: Tensor, width: int, plan: DecodePlan, tile: LinearTile) -> None:
@@ -65,12 +65,12 @@ class StepProducts:
         assert tile.divides(n // 2, k)
         if tile.bulk:
             bulk_gate_up_kernel[(math.ceil(width / tile.rows), n // 2 // tile.columns)](
-                *in_tiles(x, w, tile), w, out, width, N=n // 2, K=k, **_sizes(tile, k), **launch
+                *in_tiles(x, w, tile), out, width, N=n // 2, K=k, **_sizes(tile), **launch
             )
             return
         gate_up_kernel[(n // 2 // tile.columns, math.ceil(width / tile.rows))](
-            *self._operands(x, w), out, width, N=n // 2, K=k, **_sizes(tile, k), **launch,
-            SWAP=tile.swap, SCALED=self.takes_codes,
+            *self._operands(x, w), out, width, N=n // 2, K=k, **_sizes(tile), **launch,
+            SWAP=tile.swap, AHEAD=tile.ahead_of(k), SCALED=self.takes_codes,
         )  # fmt: skip
 
     def whole(self, x: Tensor, w: Tensor, out: Tensor, width: int) -> None:
@@ -89,8 +89,7 @@ class StepProducts:
         return x, w, codes.scales, codes.scales
 
 
-def _sizes(tile: LinearTile, depth: int) -> dict[str, Any]:
+def _sizes(tile: LinearTile) -> dict[str, Any]:
     return {
         "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "EARLY": tile.early,
-        "AHEAD": tile.ahead_of(depth),
     }  # fmt: skip
