@@ -25,7 +25,6 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks.against_vllm import SHAPES
 from worker.config import Quantization
@@ -101,8 +100,6 @@ def _kind_of(param: Any, value: Any) -> tuple[str, bool]:
         return "constexpr", False
     if isinstance(value, Tensor):
         return _TYPES[value.dtype], value.storage_offset() * value.element_size() % 16 == 0
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{_TYPES[value.base.dtype].removeprefix('*')}{list(value.block_shape)}>", False
     if isinstance(value, float):
         return "fp32", False
     if value == 1 and not param.do_not_specialize:

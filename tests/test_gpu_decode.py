@@ -49,7 +49,6 @@ TINY_FLOAT = DecodeShape(
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CASES = [
     *((name, shape, width) for name, shape in (("llama", LLAMA_8B), ("qwen3", QWEN3_06B)) for width in WIDTHS),
-    ("llama", LLAMA_8B, 72),  # of whose second tile of rows most are padding
     *(("qwen2 bias", QWEN2_05B, width) for width in (1, 8, 64)),
     *(("mistral window", MISTRAL_SMALL, width) for width in (1, 4, 32, 128)),
     *(("odd half", ODD_HALF, width) for width in (1, 8, 32)),
@@ -79,7 +78,6 @@ EARLY = [
     *((shape, width, None) for shape in (LLAMA_8B, QWEN3_06B) for width in (1, 8, 16, 32, 64)),
     *((replace(LLAMA_8B, quantization=each), width, None) for each in ("int8", "int4") for width in (1, 8)),
     (QWEN3_06B, 256, None),
-    (LLAMA_8B, 128, None),
     (QWEN3_06B, 16, LISTED),  # whose q/k/v start attention before the list is whole
 ]
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(INTERPRETED, reason="compiles"
 
 N, K = 4096, 4096
 POINTERS = {"x": "*bf16", "codes": "*i32", "out": "*fp32", "logits": "*bf16", "best": "*fp32", "best_id": "*i32"}
-NUMBERS = ("num_rows", "num_programs", "split_stride")
+NUMBERS = ("num_rows", "num_parts", "split_stride")
 
 
 def compiled(kernel: Any, tile: LinearTile | None, bits: int) -> str:

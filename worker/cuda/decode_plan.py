@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from worker.cuda import bulk_tiles, packed_tiles
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.fp8_tiles import fp8_linear_tiles
 from worker.cuda.launch import launch_options
-from worker.cuda.packed_tiles import packed_gemv_tiles, packed_linear_tiles
+from worker.cuda.packed_tiles import MOST_ROWS, packed_gemv_tiles, packed_linear_tiles
 from worker.cuda.tiles import GemvTile, GemvTiles, LinearTile, LinearTiles
 
 ITEM_WORDS = 8
@@ -117,10 +116,7 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     # The fast kernels index a weight with 32 bits.
     if not hopper or shape.dtype is not torch.bfloat16 or shape.mlp_bias or largest >= 2**31:
         return DecodePlan(width, Chain.LIBRARY, attention)
-    if shape.bits is not None:
-        widest = packed_tiles.MOST_ROWS
-    else:
-        widest = 256 if small else bulk_tiles.MOST_ROWS if shape.quantization == "none" else 64
+    widest = MOST_ROWS if shape.bits is not None else 256 if small else 64
     if width == 1 and not shape.output_bias and (gemv := _gemvs(shape)) is not None:
         return DecodePlan(width, Chain.GEMV, _looks_ahead(attention), gemv=gemv, dependent_launch=True)
     if width <= widest and (plan := split_plan(shape, width)) is not None:
@@ -146,13 +142,8 @@ def _gemvs(shape: DecodeShape) -> GemvTiles | None:
 def _linears(shape: DecodeShape, width: int, *, whole_gate_up: bool = False) -> LinearTiles | None:
     if shape.bits is not None:
         return packed_linear_tiles(shape, shape.bits, width, whole_gate_up=whole_gate_up)
-    small = shape.hidden <= _SMALL
-    tiles = _linear(shape, width, small)
-    if tiles is None or (shape.quantization == "none" and (small or width <= 64)):
-        return tiles
-    if shape.quantization == "fp8":
-        return fp8_linear_tiles(shape, width, tiles.head)
-    return None if whole_gate_up else bulk_tiles.bulk_linear_tiles(shape, width, tiles.head)
+    tiles = _linear(shape, width, shape.hidden <= _SMALL)
+    return fp8_linear_tiles(shape, width, tiles.head) if tiles is not None and shape.quantization == "fp8" else tiles
 
 
 def _looks_ahead(tile: AttentionTile) -> AttentionTile:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.cuda.bulk_linear import bulk_gate_up_kernel, bulk_split_kernel, in_tiles
 from worker.cuda.decode_buffers import DecodeBuffers
 from worker.cuda.decode_plan import DecodePlan
 from worker.cuda.decode_shape import DecodeShape
@@ -45,15 +44,9 @@ class StepProducts:
             split_product(x, w, out, width, stride, tile, launch)
             return
         assert tile.divides(n, k)
-        if tile.bulk:
-            grid = (math.ceil(width / tile.rows), n // tile.columns, tile.splits)
-            bulk_split_kernel[grid](
-                *in_tiles(x, w, tile), out, width, stride, N=n, K=k, SPLITS=tile.splits, **_sizes(tile), **launch
-            )
-            return
         split_linear_kernel[(n // tile.columns, tile.splits, math.ceil(width / tile.rows))](
-            *self._operands(x, w), out, width, stride, N=n, K=k, SPLITS=tile.splits, **_sizes(tile), **launch,
-            SWAP=tile.swap, AHEAD=tile.ahead_of(k), SCALED=self.takes_codes,
+            *self._operands(x, w), out, width, stride, N=n, K=k, SPLITS=tile.splits, **_constants(tile, k), **launch,
+            SCALED=self.takes_codes,
         )  # fmt: skip
 
     def gate_up(self, x: Tensor, w: Tensor, width: int, plan: DecodePlan, tile: LinearTile) -> None:
@@ -63,14 +56,8 @@ class StepProducts:
             gate_up_product(x, w, out, width, tile, launch)
             return
         assert tile.divides(n // 2, k)
-        if tile.bulk:
-            bulk_gate_up_kernel[(math.ceil(width / tile.rows), n // 2 // tile.columns)](
-                *in_tiles(x, w, tile), out, width, N=n // 2, K=k, **_sizes(tile), **launch
-            )
-            return
         gate_up_kernel[(n // 2 // tile.columns, math.ceil(width / tile.rows))](
-            *self._operands(x, w), out, width, N=n // 2, K=k, **_sizes(tile), **launch,
-            SWAP=tile.swap, AHEAD=tile.ahead_of(k), SCALED=self.takes_codes,
+            *self._operands(x, w), out, width, N=n // 2, K=k, **_constants(tile, k), **launch, SCALED=self.takes_codes,
         )  # fmt: skip
 
     def whole(self, x: Tensor, w: Tensor, out: Tensor, width: int) -> None:
@@ -89,7 +76,8 @@ class StepProducts:
         return x, w, codes.scales, codes.scales
 
 
-def _sizes(tile: LinearTile) -> dict[str, Any]:
+def _constants(tile: LinearTile, depth: int) -> dict[str, Any]:
     return {
-        "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "EARLY": tile.early,
+        "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAP": tile.swap, "EARLY": tile.early,
+        "AHEAD": tile.ahead_of(depth),
     }  # fmt: skip

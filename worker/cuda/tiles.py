@@ -19,8 +19,7 @@ class GemvTile:
 class LinearTile:
     """`rows` x `columns` a program, K in `splits`, `depth` of K at a time, `stages` of it in flight. `swap`: weights
     are the tensor cores' 64-row operand. `ahead`: of each column's K that many are asked into the second-level cache
-    while the kernel waits for its rows, which norms and codes in front of it let it start early for; 0 for none.
-    `bulk`: both sides come by descriptors (`worker.cuda.bulk_linear`)."""
+    while the kernel waits for its rows, which norms and codes in front of it let it start early for; 0 for none."""
 
     rows: int
     columns: int
@@ -31,11 +30,9 @@ class LinearTile:
     swap: bool
     early: bool = False
     ahead: int = 0
-    bulk: bool = False
 
     def __post_init__(self) -> None:
         assert self.ahead == 0 or (self.ahead >= 128 and self.ahead.bit_count() == 1), "whole lines, and a power of two"
-        assert not (self.bulk and self.swap)
 
     def divides(self, num_columns: int, depth: int) -> bool:
         """Whether whole tiles cover a matrix [num_columns, depth]; kernels ask for nothing less, and do not look."""
