@@ -251,7 +251,7 @@ async def test_the_end_is_orderly_and_leaves_nothing(service: ServiceProcess, st
         lasts = await asyncio.wait_for(asyncio.gather(*streams), 30)
         assert {last["choices"][0]["finish_reason"] for last in lasts} == {"length"}
     assert await asyncio.to_thread(service.wait, 30) == 0
-    await asyncio.to_thread(wait_until, lambda: not service.processes(), 10, "every process has ended")
+    assert service.left() == []
     assert not any("Traceback" in line for line in service.output), "".join(service.output)
     assert_steps_can_be_lived_again(step_logs)
 
