@@ -83,7 +83,7 @@ class Gateway(GrpcMethods):
             one.open()
         if self._keeper is not None:
             self._keeper.open()
-        self._unfollow = follow_listing(context, self._set_listed)
+        self._unfollow = follow_listing(context, self._set_listed, self._set_deployed)
         await asyncio.gather(*(one.take_over() for one in self._each))
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -111,6 +111,10 @@ class Gateway(GrpcMethods):
             self._health.resume()
         else:
             self._health.drain()
+
+    def _set_deployed(self, is_deployed: bool) -> None:
+        for one in self._each:
+            one.set_deployed(is_deployed)
 
     async def drain(self) -> None:
         """Take no new requests and say so; what runs goes on. Asked over a Serve handle by whoever ends the service."""

@@ -59,13 +59,19 @@ class GatewayModel:
         self._workers = workers
         self._members: Members | None = None
         self._draining = False
+        self._is_deployed = True
         self._meter = GatewayMeter()
         router = Router(
             max_waiting=config.engine.max_waiting,
             max_waiting_tokens=config.engine.max_waiting_tokens,
             offset=zlib.crc32(gateway_id.encode()),
         )
-        limits = FailoverLimits(config.failover_timeout_s, config.max_failovers, config.stall_timeout_s)
+        limits = FailoverLimits(
+            timeout_s=config.failover_timeout_s,
+            max_failovers=config.max_failovers,
+            stall_timeout_s=config.stall_timeout_s,
+            max_held=config.engine.max_waiting,
+        )
         secret = config.secret.get_secret_value()
         self.streams = Streams(config.model_name, secret, router, limits, self._meter, credentials, tracer)
         roll = RollCaller(lambda steps: self._workers.broadcast("inspect", steps), lambda: self._members or {})
@@ -96,19 +102,27 @@ class GatewayModel:
 
     async def take_over(self) -> None:
         """Where there are workers, return only when requests can be served: until then Serve leaves them to the
-        gateways of the version before, whose workers may run something else. The first gateways find none."""
+        gateways of the version before, whose workers may run something else. The first gateways find none, and so do
+        those of a redeploy whose only worker has left: requests then wait for the one that is to come."""
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         while not self.streams.ready:
-            others_serve = self._members and all(each.program != self._program for each in self._members.values())
-            if self._members == {} or (not others_serve and loop.time() - started_at > TAKE_OVER_S):
+            if self._members == {}:
+                self.streams.expect_worker()
+                return
+            if not self._others_serve and loop.time() - started_at > TAKE_OVER_S:
                 return
             await asyncio.sleep(LOOK_S)
 
     def drain(self) -> None:
         """Take no new requests; what runs goes on."""
         self._draining = True
-        self.streams.set_members({})
+        self._follow()
+
+    def set_deployed(self, is_deployed: bool) -> None:
+        """Whether the service is to stay: where it is not, no worker follows one that leaves."""
+        self._is_deployed = is_deployed
+        self._follow()
 
     async def close(self) -> None:
         """Hand back what sessions are owed, and break every stream."""
@@ -118,8 +132,19 @@ class GatewayModel:
 
     def _set_members(self, members: Mapping[str, Member]) -> None:
         self._members = members
-        if not self._draining:
-            self.streams.set_members({name: each for name, each in members.items() if each.program == self._program})
+        self._follow()
+
+    def _follow(self) -> None:
+        """Have streams to those that are to serve, and know whether others will follow them."""
+        members = {} if self._draining or self._members is None else self._members
+        self.streams.set_succession(possible=self._is_deployed and not self._draining and not self._others_serve)
+        self.streams.set_members({name: each for name, each in members.items() if each.program == self._program})
+
+    @property
+    def _others_serve(self) -> bool:
+        """Whether there are workers, and none of them runs this model: another version has taken over, or is to be."""
+        members = self._members or {}
+        return bool(members) and all(each.program != self._program for each in members.values())
 
     def _adapter_desk(self, config: ServiceConfig) -> AdapterDesk | None:
         if config.lora_folder is None:

@@ -115,6 +115,13 @@ class ServiceProcess:
                 continue
         return sorted(found, key=lambda process: process.create_time())
 
+    def left(self, within_s: float = 0.0) -> list[str]:
+        """Processes of this run that are there now, and so long after, as a person would have to know them."""
+        deadline = time.monotonic() + within_s
+        while (left := [_told(process) for process in self.processes()]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
     def logged(self, part: str) -> list[str]:
         """Lines of the logs of its replicas that hold `part`."""
         files = Path(self._ray_folder.name).glob("ray/session_2*/logs/serve/replica_*.log")
@@ -154,6 +161,17 @@ def running_service(
         yield service
     finally:
         service.kill_rest()
+
+
+def _told(process: psutil.Process) -> str:
+    """What one needs to know of a process that should not be there."""
+    try:
+        with process.oneshot():
+            age_s = time.time() - process.create_time()
+            parent, state, words = process.ppid(), process.status(), " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return f"{process.pid}: has just ended"
+    return f"{process.pid} (of {parent}, {state}, for {age_s:.0f} s): {words}"
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from cluster.commands.apart import SAME_WISH_S
+from cluster.commands.leftovers import PATIENCE_S
 from tests.service_process import wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -92,3 +93,53 @@ def test_what_ended_the_child_is_the_exit_code_as_shells_tell_it() -> None:
     one = Apart()
     one.child.kill()
     assert one.ended() == (128 + signal.SIGKILL, "")
+
+
+LEAVES = """
+import os, subprocess, sys
+from pathlib import Path
+from cluster.commands.apart import run_apart
+
+folder = Path(sys.argv[1])
+before = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+(folder / "before").write_text(str(before.pid))
+ended = run_apart()
+if ended is not None:
+    sys.exit(ended)
+
+# Its parent ends before it does, and it is in a session of its own, as what a raylet starts may be.
+child = "import os, sys; os.setsid(); os.fork() or os.execv(sys.executable, [sys.executable, '-c', *sys.argv[1:]])"
+subprocess.run([sys.executable, "-c", child, sys.argv[2], sys.argv[1]], check=True)
+sys.exit(int(sys.argv[3]))
+"""
+TELLS = "import os, signal, sys, time; from pathlib import Path; folder = Path(sys.argv[1]); "
+TELLS += "(folder / 'left').write_text(str(os.getpid())); "
+
+
+def after_leaving(folder: Path, program: str, code: int) -> bool:
+    """Whether a process of this `program`, left by a command that ends with `code`, is there when that has ended. What
+    was there before the command is, and none of its business."""
+    command = [sys.executable, "-c", LEAVES, str(folder), TELLS + program, str(code)]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    before = psutil.Process(int((folder / "before").read_text()))
+    assert before.status() == psutil.STATUS_SLEEPING
+    before.kill()
+    assert (told.returncode, told.stderr) == (code, "")
+    left = folder / "left"
+    return left.exists() and psutil.pid_exists(int(left.read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel must give orphans to it")
+def test_what_the_child_leaves_may_end_by_itself_and_is_waited_for(tmp_path: Path) -> None:
+    assert not after_leaving(tmp_path, "time.sleep(1); (folder / 'ended').touch()", code=0)
+    assert (tmp_path / "ended").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel must give orphans to it")
+@pytest.mark.parametrize(
+    "program", ["time.sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)"], ids=["goes on", "stopped"]
+)
+def test_what_the_child_leaves_and_does_not_end_is_killed(tmp_path: Path, program: str) -> None:
+    started_at = time.monotonic()
+    assert not after_leaving(tmp_path, program, code=3)
+    assert time.monotonic() - started_at >= PATIENCE_S

@@ -15,7 +15,15 @@ from cluster.routing.failover import FailoverLimits
 from cluster.routing.generation import RemoteGeneration
 from cluster.routing.membership import Member
 from cluster.routing.streams import Streams
-from planner.errors import DeadlineExceeded, ForwardFailed, NeverFits, QueueFull, Unavailable, WorkerLost
+from planner.errors import (
+    DeadlineExceeded,
+    ForwardFailed,
+    NeverFits,
+    QueueFull,
+    RequestRefused,
+    Unavailable,
+    WorkerLost,
+)
 from planner.request import FinishReason, Request, SamplingParams, TokenLogprobs, Update, sequence_seed
 from protos import worker_pb2 as pb
 from tests.scripted_worker import ScriptedWorker, fleet_of, request, tokens, until
@@ -309,15 +317,33 @@ async def test_a_new_request_moves_on_from_a_worker_that_is_about_to_end() -> No
         assert streams.num_live == 0
 
 
-async def test_a_new_request_that_every_worker_refuses_is_refused_at_once() -> None:
+@pytest.mark.parametrize("refusal", [QueueFull("full"), NeverFits("too small")], ids=["full", "too small"])
+async def test_a_new_request_that_a_worker_refuses_for_its_own_sake_is_refused_at_once(refusal: RequestRefused) -> None:
     workers = [ScriptedWorker("a"), ScriptedWorker("b")]
     async with fleet_of(*workers) as streams:
         generation = streams.submit(request())
-        for worker in workers:
-            worker.say(Unavailable("draining"), request_id=(await submitted(worker)).request_id)
-        with pytest.raises(Unavailable, match="draining"):
+        workers[0].say(refusal, request_id=(await submitted(workers[0])).request_id)
+        with pytest.raises(type(refusal)):
             await generation.next()
         assert streams.num_live == 0
+        assert workers[1].commands.empty()
+
+
+async def test_a_new_request_that_every_worker_refuses_since_it_is_about_to_end_goes_to_the_one_that_follows() -> None:
+    """None of them had said before that it drains."""
+    workers, follows = [ScriptedWorker("a"), ScriptedWorker("b")], ScriptedWorker("c")
+    async with fleet_of(*workers) as streams:
+        reader = Reader(streams.submit(request()))
+        for worker in workers:
+            worker.say(Unavailable("draining"), request_id=(await submitted(worker)).request_id)
+        await until(lambda: streams._failover.num_waiting == 1)
+        streams.set_members({"c": await follows.start()})
+        submit = await submitted(follows)
+        follows.say(tokens(6, finish=STOP), request_id=submit.request_id)
+        await reader.read_ends()
+        assert streams.num_live == 0
+        await streams.close()
+        await follows.stop()
 
 
 async def test_what_a_worker_gives_up_goes_on_elsewhere() -> None:

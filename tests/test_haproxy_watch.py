@@ -115,6 +115,14 @@ def test_the_watch_ends_with_its_haproxy_and_touches_nothing(owned: OwnedHaproxy
     assert (owned.folder / "haproxy.cfg").is_file()
 
 
+def test_a_haproxy_that_is_gone_already_is_not_waited_for(tmp_path: Path) -> None:
+    """As one is that only checked a configuration, where the watch was slow to start."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(20)
+    haproxy_watch.watch(gone.pid, os.getpid(), tmp_path)
+    assert tmp_path.exists()
+
+
 def test_an_owner_that_is_gone_already_is_noticed(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(20)

@@ -15,6 +15,7 @@ from cluster.routing.rebalance import Rebalancer
 from cluster.routing.router import Router
 from cluster.routing.run import Run
 from cluster.routing.streams import Streams
+from cluster.routing.succession import Succession
 from cluster.telemetry.gateway_meter import GatewayMeter
 from planner.errors import QueueFull, WorkerLost
 from planner.limits import Snapshot
@@ -144,7 +145,7 @@ async def test_a_request_that_was_taken_back_is_never_refused_but_waits_for_room
             raise QueueFull("the queues of all 2 workers are full")
         started.append(run)
 
-    failover = Failover(start, FailoverLimits(), expects_worker=lambda: False)
+    failover = Failover(start, FailoverLimits(), Succession(60.0), expects_worker=lambda: False)
     generation = RemoteGeneration(1, Request(prompt=np.arange(3), max_tokens=4))
     failover.recalled(generation.first_run)
     await asyncio.sleep(0.1)

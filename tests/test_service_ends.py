@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cluster.serving.front import EVERY_ADDRESS, check_port, free_ports
-from tests.service_process import ROOT, ServiceProcess, running_service, tiny_checkpoint, wait_until
+from tests.service_process import ROOT, ServiceProcess, running_service, tiny_checkpoint
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -40,7 +40,7 @@ def test_a_service_whose_head_is_killed_leaves_nothing(tmp_path: Path) -> None:
         _, head = service.processes("cluster.cli serve")
         head.kill()
         assert service.wait(60) == 128 + signal.SIGKILL
-        wait_until(lambda: not service.processes(), 30, "every process has ended")
+        assert service.left(within_s=30) == []
         assert not folder.exists()
         for port in (service.port, service.grpc_port):
             check_port(EVERY_ADDRESS[0], port)
@@ -52,7 +52,7 @@ def test_a_service_that_is_ended_while_it_starts_leaves_nothing(tmp_path: Path) 
         service.wait_for_line("workers ready 0/", 120)
         service.signal_group(signal.SIGINT)
         assert service.wait(30) == 130
-        wait_until(lambda: not service.processes(), 30, "every process has ended")
+        assert service.left(within_s=30) == []
         check_port(EVERY_ADDRESS[0], service.port)
     assert not any("Traceback" in line for line in service.output), "".join(service.output)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service_process import running_service, tiny_checkpoint, wait_until
+from tests.service_process import running_service, tiny_checkpoint
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(290)]
 
@@ -19,7 +19,7 @@ def test_a_model_that_no_worker_can_load_ends_the_command_with_one_line(tmp_path
     folder = tiny_checkpoint(tmp_path / "model")  # it has no architecture; the real executor is asked for
     with running_service(str(folder), "--device", "cpu", "--front", "python", "--host", "127.0.0.1") as process:
         assert process.wait(START_S) == 2
-        wait_until(lambda: not process.processes(), 10, "every process has ended")
+        assert process.left(within_s=10) == []
         assert process.output[-1].startswith("raycomb: error: ")
         assert "is not supported" in process.output[-1]
         assert not any("Traceback" in line for line in process.output)
@@ -33,7 +33,7 @@ def test_ctrl_c_before_it_is_ready_ends_the_service_and_leaves_nothing(tmp_path:
         process.wait_for_line(words, 60)
         process.signal(signal.SIGINT)
         assert process.wait(90) == 130
-        wait_until(lambda: not process.processes(), 10, "every process has ended")
+        assert process.left(within_s=10) == []
         assert not any("Traceback" in line for line in process.output), "".join(process.output)
 
 

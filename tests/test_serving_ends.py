@@ -102,6 +102,7 @@ async def test_draining_refuses_new_requests_tells_the_gateway_and_waits_for_the
         await gateway.submit(2, fake_request())
         await gateway.read_ends(2)
         assert type(gateway.refusals[2]) is Unavailable
+        assert gateway.draining  # though the engine is in the midst of a step
         draining = asyncio.create_task(worker.server.drain(timeout_s=PATIENCE_S))
         worker.executor.release()
         await gateway.read_ends(1)

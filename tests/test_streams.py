@@ -128,9 +128,10 @@ async def test_a_worker_that_is_gone_takes_nothing_while_another_goes_on() -> No
 
 async def test_a_retired_worker_finishes_what_runs_and_gets_nothing_new() -> None:
     worker = ScriptedWorker()
-    async with fleet_of(worker, limits=FailoverLimits(successor_s=0.0)) as streams:
+    async with fleet_of(worker) as streams:
         generation = streams.submit(request())
         await worker.heard()
+        streams.set_succession(possible=False)
         streams.set_members({})
         assert not streams.ready
         with pytest.raises(Unavailable):
@@ -183,15 +184,25 @@ async def test_a_request_between_the_last_of_the_old_workers_and_the_first_of_th
     await new.stop()
 
 
-async def test_where_no_worker_follows_a_request_is_refused_after_a_moment() -> None:
+async def test_where_no_worker_follows_a_request_is_refused_when_patience_ends() -> None:
     worker = ScriptedWorker()
-    async with fleet_of(worker, limits=FailoverLimits(successor_s=0.3)) as streams:
+    async with fleet_of(worker, limits=FailoverLimits(timeout_s=0.3)) as streams:
         worker.say(snapshot=pb.Snapshot(capacity=1000, free_cells=1000, step=1, draining=True))
         await until(lambda: not streams.ready)
         generation = streams.submit(request())
         with pytest.raises(Unavailable, match="no worker takes requests now"):
             await generation.next()
         with pytest.raises(Unavailable, match="no worker takes requests now"):
+            streams.submit(request())
+
+
+async def test_where_the_last_worker_was_lost_a_request_is_refused_at_once_though_serve_takes_it_away_later() -> None:
+    worker = ScriptedWorker()
+    async with fleet_of(worker) as streams:
+        await worker.stop()
+        await until(lambda: not streams.ready)
+        streams.set_members({})
+        with pytest.raises(Unavailable):
             streams.submit(request())
 
 
@@ -376,7 +387,7 @@ async def test_a_request_waits_for_a_worker_whose_stream_is_being_opened() -> No
 
 
 async def test_a_request_that_waited_for_a_stream_that_does_not_open_is_refused() -> None:
-    async with fleet_of(ScriptedWorker("old")) as streams:
+    async with fleet_of(ScriptedWorker("old"), limits=FailoverLimits(timeout_s=0.3)) as streams:
         (free,) = free_ports(1)
         streams.set_members({"new": Member("new", f"127.0.0.1:{free}")})
         generation = streams.submit(request())

@@ -87,6 +87,7 @@ class DataPlaneServer:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the others; whether all had ended, and were sent, within the time."""
         self._engine.drain()
+        self._attachments.tell()  # no gateway learns it by a refusal
         try:
             async with asyncio.timeout(timeout_s):
                 await self._attachments.wait_idle()
@@ -152,6 +153,12 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
             self._sent.clear()
             await self._sent.wait()
 
+    def tell(self) -> None:
+        """Let all gateways know how this worker is now."""
+        self._tell_no_more()
+        for outbox in self._outboxes:
+            outbox.tell(self._engine.snapshot, draining=self._draining)
+
     def beat(self) -> None:
         for outbox in self._outboxes:
             outbox.beat()
@@ -159,6 +166,10 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
     def finish(self) -> None:
         for outbox in self._outboxes:
             outbox.finish()
+
+    @property
+    def _draining(self) -> bool:
+        return self._engine.state is not EngineState.RUNNING
 
     async def _read(self, commands: AsyncIterator[pb.Command], client: Client, outbox: Outbox) -> None:
         async for command in commands:
@@ -189,16 +200,18 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
         loop = asyncio.get_running_loop()
 
         def listen(report: StepReport) -> None:
-            draining = self._engine.state is not EngineState.RUNNING
-            loop.call_soon_threadsafe(lambda: self._add(report, outbox, draining=draining))
+            loop.call_soon_threadsafe(lambda: self._add(report, outbox))
 
         return listen
 
-    def _add(self, report: StepReport, outbox: Outbox, *, draining: bool, of_engine: bool = True) -> None:
+    def _add(self, report: StepReport, outbox: Outbox, *, of_engine: bool = True) -> None:
         """With what has come since the report was made: gateways count upon hearing of all that they had asked for."""
         totals = None if report.totals is None else self.totals(report.totals)
         told = replace(report, snapshot=self._engine.snapshot, totals=totals)
-        outbox.add(told, draining=draining, of_engine=of_engine)
+        outbox.add(told, draining=self._draining, of_engine=of_engine)
+        self._tell_no_more()
+
+    def _tell_no_more(self) -> None:
         if self._telling is not None:
             self._telling.cancel()
             self._telling = None
@@ -207,22 +220,15 @@ class _Attachments(worker_pb2_grpc.WorkerServicer):
         """Let all gateways know of new requests, where no step ends soon that tells them: what others do not know of
         they would send requests on top of."""
         if self._telling is None:
-            self._telling = asyncio.get_running_loop().call_later(TELL_AFTER_S, self._tell)
-
-    def _tell(self) -> None:
-        self._telling = None
-        draining = self._engine.state is not EngineState.RUNNING
-        for outbox in self._outboxes:
-            outbox.tell(self._engine.snapshot, draining=draining)
+            self._telling = asyncio.get_running_loop().call_later(TELL_AFTER_S, self.tell)
 
     def _note_stranger(self, peer: str) -> None:
         """Count a stream without the secret, and let all gateways know, though there may be no step to tell it with."""
         self._num_refused += 1
         logger.warning("refused a stream from %s: it lacks the secret", peer)
-        draining = self._engine.state is not EngineState.RUNNING
         report = StepReport((), self._engine.snapshot, totals=self._engine.totals)
         for outbox in self._outboxes:
-            self._add(report, outbox, draining=draining, of_engine=False)
+            self._add(report, outbox, of_engine=False)
 
 
 def _submit(submit: pb.Submit, client: Client, outbox: Outbox) -> None:

@@ -2,8 +2,8 @@
 
 Ray's processes are in the group of the one that started them, and end at once when they are told to: a service whose
 whole group is told cannot drain. So `raycomb serve` runs in a child that leads another group, and its parent passes
-signals on and waits. Where the parent is gone the child is told to end. A child that is deep in a library hears no
-signal, so the third one kills it. Imports nothing that takes time.
+signals on and waits, also for what the child leaves. Where the parent is gone the child is told to end. A child that is
+deep in a library hears no signal, so the third one kills it. Imports nothing that takes time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 import time
 from typing import Final
 
+from cluster.commands.leftovers import adopt_orphans, children, see_off
+
 _HEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 SAME_WISH_S: Final = 0.5
 """`timeout` and its like tell a process and then its whole group: what comes so soon is no other wish."""
@@ -25,8 +27,11 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def run_apart() -> int | None:
-    """Fork. In the child: None, at once. In the parent: the child's exit code, when it has ended."""
+    """Fork. In the child: None, at once. In the parent: the child's exit code, when it and all that it has started have
+    ended."""
     parent = os.getpid()
+    strangers = children()  # of whatever this program took the place of
+    adopt_orphans()
     signal.signal(signal.SIGCHLD, lambda *_: None)  # else the kernel might not tell of the child's end
     signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     child = os.fork()
@@ -42,10 +47,18 @@ def run_apart() -> int | None:
         heard = signal.sigwait(_HEARD)
         if heard == signal.SIGCHLD:
             if (code := _exit_code_of(child)) is not None:
-                return code
+                return _after_the_rest(code, strangers)
         elif not wishes or time.monotonic() > wishes[-1] + SAME_WISH_S:
             wishes.append(time.monotonic())
             os.kill(child, heard if len(wishes) < WISHES_THAT_KILL else signal.SIGKILL)
+
+
+def _after_the_rest(code: int, strangers: set[int]) -> int:
+    """The exit code once nothing is left but `strangers`; never that of a success where something is."""
+    if left := see_off(strangers):
+        print(f"raycomb: these processes do not end: {', '.join(left)}", file=sys.stderr, flush=True)
+        return code or 1
+    return code
 
 
 def _exit_code_of(child: int) -> int | None:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cluster.routing.run import Run
-from planner.errors import DeadlineExceeded, RequestFailed, RequestRefused, Unavailable, WorkerLost
+from cluster.routing.succession import Succession
+from planner.errors import DeadlineExceeded, RequestRefused, Unavailable, WorkerLost
 from planner.request import Adapter
 
 RETRY_S = 0.05
@@ -25,10 +26,10 @@ RETRY_S = 0.05
 class FailoverLimits:
     """Patience with lost workers.
 
-    * `timeout_s`: how long a run waits for a worker before it fails.
+    * `timeout_s`: how long a run waits for a worker before it fails, and, where the last worker made room for another,
+      how long new requests wait for that one.
     * `max_failovers`: how many workers one sequence may lose; one more and it fails, since it may be what kills them.
-    * `successor_s`: where all workers drain or are gone, how long new requests wait for the one that may replace the
-      last of them.
+    * `max_held`: of new requests that wait for a worker at a time; more are refused.
     * `stall_timeout_s`: a worker that says nothing for so long while it has something to run counts as lost. One that
       gets on within a long step says so every other second.
     """
@@ -36,21 +37,26 @@ class FailoverLimits:
     timeout_s: float = 60.0
     max_failovers: int = 3
     stall_timeout_s: float = 60.0
-    successor_s: float = 3.0
+    max_held: int = 2048
 
 
 class Failover:
     """Runs that wait for a worker, longest first. Owner: `Streams`, on the gateway's event loop. Never blocks.
 
     `start` sends a run to a worker that has not refused it, or raises `RequestRefused`; nothing has then been sent.
-    `expects_worker`: whether a worker that is there will take runs in a moment, for which new requests wait.
-    Waiting runs are held weakly: one whose generation is gone waits no more.
+    `expects_worker`: whether one will take runs that none takes now, so that new requests wait for it. `succession`:
+    hears which worker makes room. Waiting runs are held weakly: one whose generation is gone waits no more.
     """
 
     def __init__(
-        self, start: Callable[[Run], None], limits: FailoverLimits, expects_worker: Callable[[], bool]
+        self,
+        start: Callable[[Run], None],
+        limits: FailoverLimits,
+        succession: Succession,
+        expects_worker: Callable[[], bool],
     ) -> None:
         self._start = start
+        self._succession = succession
         self._expects_worker = expects_worker
         self._limits = limits
         self._waiting: weakref.WeakKeyDictionary[Run, str] = weakref.WeakKeyDictionary()  # and why
@@ -77,9 +83,11 @@ class Failover:
         """A worker did not take the run; no stream knows it any more.
 
         What was accepted before waits for another worker. A new request is only moved on from a worker that is about
-        to end; its client hears every other refusal.
+        to end, which this may be the first word of; its client hears every other refusal.
         """
         run.refused_by.add(worker_id)
+        if isinstance(refusal, Unavailable):
+            self._succession.begin()
         if run.was_accepted:
             self._waiting[run] = refusal.message
             self._try_after(RETRY_S)
@@ -96,16 +104,20 @@ class Failover:
         self._try_after(0.0)
 
     def begin(self, run: Run, refusal: RequestRefused | None = None) -> None:
-        """Start a new request's run now, or in a moment if a worker is expected; else it ends with `refusal`, if that
-        is given, or with what `start` raised."""
+        """Start a new request's run now, or once the worker is there that is expected; else it ends with `refusal`, if
+        that is given, or with what `start` raised."""
         try:
             self._start(run)
         except RequestRefused as why_not:
-            if isinstance(why_not, Unavailable) and self._expects_worker() and not self._closed:
+            if self._may_wait(run, why_not) and len(self._waiting) < self._limits.max_held:
                 self._waiting[run] = why_not.message
                 self._try_after(RETRY_S)
             else:
                 run.refuse(refusal or why_not)
+
+    def look_again(self) -> None:
+        """What workers are expected has changed: see at once what becomes of those that wait."""
+        self._try_after(0.0)
 
     def close(self) -> None:
         """Give up what waits, and what is lost from now on."""
@@ -130,37 +142,43 @@ class Failover:
     def _turn(self) -> None:
         """Start what can be started; end what has waited too long."""
         self._timer = None
-        without_room: set[Adapter | None] = set()  # adapters with which nobody takes anything now
+        without_room: dict[Adapter | None, RequestRefused] = {}  # why nobody takes anything with that adapter now
         for run, reason in list(self._waiting.items()):
-            if not run.was_accepted and not run.over:
+            refusal = None if run.over else self._tried(run, without_room)
+            if refusal is None or self._ended(run, reason, refusal):
                 del self._waiting[run]
-                self.begin(run)
-                continue
-            adapter = run.request.adapter
-            if run.over or (adapter not in without_room and self._started(run)):
-                del self._waiting[run]
-                continue
-            if adapter not in without_room:
-                if not run.refused_by:
-                    without_room.add(adapter)
-                run.refused_by.clear()  # all the others were asked; next time it may be any
-            if (why_over := self._why_over(run, reason)) is not None:
-                del self._waiting[run]
-                run.fail(why_over)
         self._try_after(RETRY_S)
 
-    def _why_over(self, run: Run, reason: str) -> RequestFailed | None:
-        """Why a run that was accepted waits no longer; None while it does."""
-        deadline = run.request.deadline
-        if deadline is not None and time.monotonic() >= deadline:
-            return DeadlineExceeded(f"the request's deadline passed while it waited for a worker: {reason}")
-        if self._loop.time() - run.waits_since >= self._limits.timeout_s:
-            return WorkerLost(f"{reason}; no worker went on within {self._limits.timeout_s:g} s")
-        return None
-
-    def _started(self, run: Run) -> bool:
+    def _tried(self, run: Run, without_room: dict[Adapter | None, RequestRefused]) -> RequestRefused | None:
+        """Why nobody takes the run now; None where somebody has it."""
+        adapter = run.request.adapter
+        if adapter in without_room:
+            return without_room[adapter]
         try:
             self._start(run)
-        except RequestRefused:
+        except RequestRefused as refusal:
+            if not run.refused_by:
+                without_room[adapter] = refusal
+            elif run.was_accepted:
+                run.refused_by.clear()  # all the others were asked; next time it may be any
+            return refusal
+        return None
+
+    def _ended(self, run: Run, reason: str, refusal: RequestRefused) -> bool:
+        """End a run that nobody takes now if it is to wait no longer; whether it did."""
+        deadline = run.request.deadline
+        if deadline is not None and time.monotonic() >= deadline:
+            run.fail(DeadlineExceeded(f"the request's deadline passed while it waited for a worker: {reason}"))
+        elif self._may_wait(run, refusal):
             return False
+        elif run.was_accepted:
+            run.fail(WorkerLost(f"{reason}; no worker went on within {self._limits.timeout_s:g} s"))
+        else:
+            run.refuse(refusal)
         return True
+
+    def _may_wait(self, run: Run, refusal: RequestRefused) -> bool:
+        """Whether it has not waited too long; a new request only waits where a worker is expected."""
+        if self._closed or self._loop.time() - run.waits_since >= self._limits.timeout_s:
+            return False
+        return run.was_accepted or (isinstance(refusal, Unavailable) and self._expects_worker())

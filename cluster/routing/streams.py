@@ -18,6 +18,7 @@ from cluster.routing.membership import Members
 from cluster.routing.rebalance import Rebalancer
 from cluster.routing.router import Predictions, Router
 from cluster.routing.run import Run
+from cluster.routing.succession import Succession
 from cluster.routing.worker_stream import WorkerStream
 from cluster.telemetry.gateway_meter import GatewayMeter
 from planner.errors import RaycombError, Unavailable
@@ -53,10 +54,10 @@ class Streams:
         self._meter = meter or GatewayMeter()
         self._credentials = credentials
         self._tracer = tracer or NoOpTracer()
-        self._failover = Failover(self._start, self._limits, self._expects_worker)
+        self._succession = Succession(self._limits.timeout_s)
+        self._failover = Failover(self._start, self._limits, self._succession, self._expects_worker)
         self._next_request_id = 1
         self._last_model: ServedModel | None = None
-        self._last_left_at: float | None = None  # the membership
         self.fault: BaseException | None = None
         self._streams: dict[str, WorkerStream] = {}
         self._tasks: dict[asyncio.Task[None], WorkerStream] = {}
@@ -109,7 +110,6 @@ class Streams:
         leaving = [self._streams.pop(worker_id) for worker_id in self._streams.keys() - members.keys()]
         for stream in leaving:
             stream.retire()
-            self._last_left_at = asyncio.get_running_loop().time()
         if self._router.ready:  # what waits at those that leave can begin at one that stays
             for stream in leaving:
                 stream.recall(stream.backlog.num_movable)
@@ -119,6 +119,7 @@ class Streams:
                 self._secret,
                 self._router,
                 self._failover,
+                self._succession,
                 self._limits.stall_timeout_s,
                 self._meter,
                 self._tracer,
@@ -141,14 +142,18 @@ class Streams:
         return generation
 
     def _expects_worker(self) -> bool:
-        """Whether a stream is being opened for the first time, or a worker has just begun to drain: where workers are
-        replaced one by one, the last of the old may leave in the moment in which the first of the new comes, and which
-        of the two is heard of first is chance."""
-        if any(stream.opening for stream in self._streams.values()):
-            return True
-        recent = asyncio.get_running_loop().time() - self._limits.successor_s
-        left_at = (self._last_left_at, *(stream.drains_since for stream in self._tasks.values()))
-        return any(at is not None and at > recent for at in left_at)
+        """Whether a stream is being opened for the first time, or a worker made room for one that is still to come."""
+        return self._succession.is_due or any(stream.opening for stream in self._streams.values())
+
+    def expect_worker(self) -> None:
+        """The first one is still to come."""
+        self._succession.begin()
+
+    def set_succession(self, *, possible: bool) -> None:
+        """Whether a worker that leaves makes room for another. Where none follows, new requests are refused at once,
+        and so are those that wait."""
+        self._succession.possible = possible
+        self._failover.look_again()
 
     async def close(self) -> None:
         """Break every stream; what runs ends as lost, and the workers cancel it."""

@@ -22,6 +22,7 @@ from cluster.routing.run import Run
 from cluster.routing.sent_runs import SentRuns
 from cluster.routing.stall_watch import StallWatch
 from cluster.routing.stream_listeners import RunKeeper, StreamObserver
+from cluster.routing.succession import Succession
 from cluster.routing.worker_channel import HELLO_TIMEOUT_S, channel_to, why_it_ended
 from cluster.telemetry.gateway_meter import GatewayMeter
 from planner.errors import Unavailable, WorkerLost
@@ -40,7 +41,6 @@ class WorkerStream:
 
     A worker that has something to run and says nothing for `stall_timeout_s` hangs: the stream is broken off, and
     the worker gets nothing more before its engine has spoken again. `opening`: it is being opened for the first time.
-    `drains_since`: on the event loop's clock.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class WorkerStream:
         secret: str,
         observer: StreamObserver,
         keeper: RunKeeper,
+        succession: Succession,
         stall_timeout_s: float,
         meter: GatewayMeter,
         tracer: Tracer,
@@ -57,12 +58,13 @@ class WorkerStream:
         self.member = member
         self._secret = secret
         self._observer = observer
+        self._succession = succession
         self._meter = meter
         self._credentials = credentials
         self._last_report = LastReport()
         self._runs = SentRuns(member.worker_id, observer, keeper, meter.free, tracer, left=self._wake_if_idle)
         self._stall = StallWatch(stall_timeout_s, has_work=lambda: len(self._runs) > 0)
-        self.drains_since: float | None = None
+        self._drains = False
         self._open = False
         self.opening = True
         self._retiring = False
@@ -98,6 +100,8 @@ class WorkerStream:
     def retire(self) -> None:
         """The worker left the membership: take nothing more, let what runs end, then close."""
         self._retiring = True
+        if self._open:  # it was not lost
+            self._succession.begin()
         self._observer.leave(self.member.worker_id)
         what_then = ": it gets nothing new, and ends what it runs" if self._open else ""
         self._meter.events.note(f"{self.member.worker_id} left the fleet{what_then}")
@@ -206,8 +210,9 @@ class WorkerStream:
     def _dispatch(self, message: pb.StepUpdates, scores: PromptScores) -> None:
         if message.HasField("snapshot"):
             self._last_report.take(message)
-            if message.snapshot.draining and self.drains_since is None:
-                self.drains_since = self._loop.time()
+            if message.snapshot.draining and not self._drains:
+                self._drains = True
+                self._succession.begin()
             if (report := self.report) is not None:
                 newest = message.snapshot.newest_request
                 self._observer.observe(

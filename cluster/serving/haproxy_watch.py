@@ -25,13 +25,13 @@ GRACE_S: Final = 2.0
 
 
 def watch(haproxy: int, owner: int, folder: Path | None) -> None:
-    """Return when the process `haproxy` is gone; end it when the process `owner` is, and remove `folder` then.
+    """Return when the process `haproxy` is gone, as one that only checks a configuration may be by now; end it when the
+    process `owner` is, and remove `folder` then.
 
     Both are held by descriptors, so that another process which gets the number of one is never mistaken for it.
     """
     with _process(haproxy) as watched, _process(owner) as owned:
-        alive = [descriptor for descriptor in (watched, owned) if descriptor is not None]
-        if owned is not None and owned not in _ended(alive, None):
+        if owned is not None and (watched is None or owned not in _ended([watched, owned], None)):
             return
         if watched is not None:
             _end(watched)
