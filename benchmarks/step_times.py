@@ -116,5 +116,8 @@ class TimedMasks:
         self._times.had_masks(asked, time.perf_counter())
         return found
 
+    def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
+        return self._masks.forced(rows)
+
     def close(self) -> None:
         self._masks.close()

@@ -62,7 +62,7 @@ def _account_for_chunk(chunk: Chunk) -> ChunkAccount:
     if chunk.start >= chunk.num_prompt and chunk.length == 1:
         why = "decodes: one token a step"
     elif chunk.start >= chunk.num_prompt:
-        why = f"computes {chunk.length} of its own tokens again, after it had lost its cells"
+        why = f"computes {chunk.length} of its own tokens at once: its grammar forced them, or it had lost their cells"
     elif end < chunk.num_prompt:
         why = (
             f"prefills {chunk.length} of {chunk.num_prompt} prompt tokens; {chunk.num_prompt - end} are left for later"

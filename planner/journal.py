@@ -14,7 +14,7 @@ from planner.errors import RequestFailed
 from planner.limits import Limits
 from planner.planner import Planner
 from planner.request import Request, Update
-from planner.step import Step, StepResult
+from planner.step import ChunkOutput, Step, StepResult
 
 FORMAT: Final = "raycomb-steps/1"
 
@@ -53,9 +53,16 @@ class JournaledPlanner(Planner):
         return step
 
     def commit(self, step: Step, result: StepResult) -> list[Update]:
-        outcomes = [o.code if isinstance(o, RequestFailed) else o.token for o in result.outcomes]
+        outcomes = [_outcome_to_json(outcome) for outcome in result.outcomes]
         self._write({"commit": step.number, "outcomes": outcomes})
         return super().commit(step, result)
+
+
+def _outcome_to_json(outcome: ChunkOutput | RequestFailed) -> str | int | list[int | None] | None:
+    """An error's code, the token, or a token and what has to follow it."""
+    if isinstance(outcome, RequestFailed):
+        return outcome.code
+    return [outcome.token, *outcome.forced] if outcome.forced else outcome.token
 
 
 def step_to_json(step: Step) -> Line:

@@ -88,6 +88,12 @@ class Limits:
                 f"max_steps_in_flight must be 1 or 2, not {self.max_steps_in_flight}", param="max_steps_in_flight"
             )
 
+    @property
+    def most_forced(self) -> int:
+        """Tokens of one step beyond one for each sequence that may be fed because a grammar forces them: prompts have
+        the other half of what decodes leave."""
+        return (self.max_batched_tokens - self.max_num_seqs) // 2
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

@@ -29,6 +29,7 @@ class Metrics:
     num_padded_rows: int = 0
     num_prompt_tokens_computed: int = 0
     num_tokens_generated: int = 0
+    num_tokens_forced: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_preemptions: int = 0

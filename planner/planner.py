@@ -236,7 +236,7 @@ class Planner:
         sequence.num_computed = chunk.start + chunk.length
         if chunk.start < sequence.num_prompt:
             updates += self._apply_prompt(sequence, chunk, output)
-        elif output.token is not None:
+        elif output.token is not None and sequence.num_computed >= sequence.tokens.length:  # else it was forced before
             updates.append(self._draw(sequence, output.token, output, ()))
 
     def _apply_prompt(self, sequence: Sequence, chunk: Chunk, output: ChunkOutput) -> list[Update]:
@@ -259,17 +259,33 @@ class Planner:
         return [*self._tell_prompt(sequence, news), *forked]
 
     def _draw(self, sequence: Sequence, token: int, output: ChunkOutput, news: tuple[TokenLogprobs, ...]) -> Update:
-        """The sequence has one more token, which may be its last; `news` of its prompt are told with it."""
+        """The sequence has one more token and what has to follow it, one of which may be its last; `news` of its prompt
+        are told with it."""
         family = sequence.family
         sequence.tokens.append(token)
         self._outlook.draw(sequence.request)
         self.metrics.num_tokens_generated += 1
+        forced: tuple[int, ...] = ()
         reason = sequence.reason_to_end(token)
+        if output.forced and reason is None:
+            reason, forced = self._follow(sequence, output.forced)
         if reason is not None:
             self._families.close(family, sequence.index, reason)
         logprobs = () if output.logprobs is None else (output.logprobs,)
         cached = family.num_cached_tokens or 0
-        return _new_update((family.request_id, sequence.index, (token,), logprobs, news, cached, reason, None, ()))
+        return _new_update(
+            (family.request_id, sequence.index, (token, *forced), logprobs, news, cached, reason, None, ())
+        )
+
+    def _follow(self, sequence: Sequence, forced: tuple[int, ...]) -> tuple[FinishReason | None, tuple[int, ...]]:
+        """Take what has to follow, to be fed at once: why the sequence ends, if it does, and what it took."""
+        reason, taken = sequence.follow(forced[: self.limits.most_forced])
+        for _ in taken:
+            self._outlook.draw(sequence.request)
+        self.metrics.num_tokens_generated += len(taken)
+        self.metrics.num_tokens_forced += len(taken)
+        self._schedule.feed_at_once(sequence)
+        return reason, taken
 
     def _tell_prompt(self, sequence: Sequence, news: tuple[TokenLogprobs, ...]) -> list[Update]:
         """Of a prompt that no token followed; where none is to follow, the sequence ends once the prompt is whole."""

@@ -72,6 +72,9 @@ def _limits(value: Any) -> Limits:
     return limits_from_json(value["limits"])
 
 
+_Recorded = int | str | list[int] | None
+
+
 class _Life:
     """The planner that lives again, and its steps in flight."""
 
@@ -113,7 +116,7 @@ class _Life:
         as_recorded = {key: line[key] for key in ("chunks", "slices")} == step_to_json(step)
         return ReplayedStep(account_for(step, self._planner.limits), before, line.get("at"), as_recorded)
 
-    def _commit(self, number: int, outcomes: list[int | str | None]) -> None:
+    def _commit(self, number: int, outcomes: list[_Recorded]) -> None:
         if not self._in_flight or self._in_flight[0].number != number:
             raise ValueError(f"step {number} is not the oldest in flight")
         step = self._in_flight.popleft()
@@ -121,13 +124,14 @@ class _Life:
         self._planner.commit(step, StepResult([_outcome(chunk, outcome) for chunk, outcome in pairs]))
 
 
-def _outcome(chunk: Chunk, outcome: int | str | None) -> ChunkOutput | RequestFailed:
+def _outcome(chunk: Chunk, outcome: _Recorded) -> ChunkOutput | RequestFailed:
     """Log probabilities and vectors are not recorded; others stand for them, since the planner reads none."""
     if isinstance(outcome, str):
         return _failure(outcome)
     num_targets = 0 if chunk.prompt_targets is None else len(chunk.prompt_targets)
     pooled = None if chunk.pooling is None else np.zeros(1, np.float32)
-    return ChunkOutput(outcome, None, (TokenLogprobs(0, 0.0),) * num_targets, pooled)
+    token, forced = (outcome[0], tuple(outcome[1:])) if isinstance(outcome, list) else (outcome, ())
+    return ChunkOutput(token, None, (TokenLogprobs(0, 0.0),) * num_targets, pooled, forced)
 
 
 def _failure(code: str) -> RequestFailed:

@@ -17,6 +17,7 @@ class Schedule:
     """Owner of the order of sequences: waiting ones by priority, tenant and arrival, running ones by admission.
 
     A running sequence prefills until the last known token is planned; then it decodes. Those that prefill take turns.
+    One that decodes feeds one token a step, or at once all that its grammar has forced.
     Tenants share twice, and each time by what they got of it: the seats that waiting sequences wait for, charged with
     all tokens, and the prefill tokens of a step.
     """
@@ -29,6 +30,7 @@ class Schedule:
         self._metrics = metrics
         self._running: dict[Sequence, None] = {}  # in admission order
         self._rotation = Rotation(limits.prefill_chunk_tokens, limits.tenant_weights)  # those that prefill
+        self._forced: set[Sequence] = set()  # of those that decode
 
     @property
     def busy(self) -> bool:
@@ -59,11 +61,17 @@ class Schedule:
         """A sequence just forked from a running one: it decodes from the start, in the slot kept for it."""
         self._running[sequence] = None
 
+    def feed_at_once(self, sequence: Sequence) -> None:
+        """A sequence that decodes knows several tokens that no step has fed."""
+        if sequence.num_to_feed > 1:
+            self._forced.add(sequence)
+
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, whether it waits or runs."""
         if sequence in self._running:
             del self._running[sequence]
             self._rotation.discard(sequence)
+            self._forced.discard(sequence)
         else:
             self.waiting.remove(sequence)
 
@@ -90,6 +98,7 @@ class Schedule:
         Decodes are charged to their tenants; the prompts behind them were when they were admitted.
         """
         prefilling = self._rotation.sequences
+        self._forced.difference_update(draft.takes)
         somebody_waits = len(self.waiting) > 0
         decoded: dict[Account, int] = {}
         for sequence, num_tokens in draft.takes.items():
@@ -107,18 +116,26 @@ class Schedule:
         prefilling = self._rotation.sequences
         assert prefilling <= self._running.keys(), "a sequence prefills without running"
         assert all(sequence.num_to_feed > 0 for sequence in prefilling), "a sequence prefills nothing"
+        assert self._forced <= self._running.keys() - prefilling, "a sequence that does not decode has forced tokens"
+        ahead = {sequence for sequence in self._running.keys() - prefilling if sequence.num_to_feed > 1}
+        assert self._forced == ahead, "forced tokens are not fed at once"
         assert all(sequence.cells_id is not None for sequence in self._running), "a sequence runs without cells"
         assert all(sequence not in self.waiting for sequence in self._running), "a sequence waits and runs"
 
     def _draft_decodes(self, draft: Draft) -> None:
         prefilling = self._rotation.sequences
         decoding = [sequence for sequence in self._running if sequence not in prefilling and sequence.can_decode]
-        if draft.num_tokens + len(decoding) <= self._memory.room:
+        if not self._forced and draft.num_tokens + len(decoding) <= self._memory.room:
             draft.take_one_each(decoding)
             return
+        spare = self._limits.most_forced
         for sequence in decoding:
-            if sequence in self._running and self._find_room(sequence, draft):
-                draft.take(sequence, 1)
+            num_forced = sequence.num_to_feed - 1 if sequence in self._forced else 0
+            if num_forced > spare:
+                continue  # older ones have had theirs, and so it comes to be the oldest
+            if sequence in self._running and self._find_room(sequence, draft, 1 + num_forced):
+                draft.take(sequence, 1 + num_forced)
+                spare -= num_forced
 
     def _admit(self, draft: Draft) -> None:
         """Start waiting sequences, strictly in order: one that does not fit is not overtaken."""
@@ -154,9 +171,9 @@ class Schedule:
         draft.take(sequence, min(length, self._memory.room - draft.num_tokens))
         return True
 
-    def _find_room(self, sequence: Sequence, draft: Draft) -> bool:
-        """Whether there is room for one token more, after newer sequences than this one have given way."""
-        while self._memory.room <= draft.num_tokens:
+    def _find_room(self, sequence: Sequence, draft: Draft, num_tokens: int = 1) -> bool:
+        """Whether there is room for so many tokens more, after newer sequences than this one have given way."""
+        while self._memory.room < draft.num_tokens + num_tokens:
             newest = max(self._running, key=lambda running: running.order)
             if newest is sequence:
                 return False  # it stays where it is; whoever is older takes its cells when it needs them

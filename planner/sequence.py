@@ -116,6 +116,16 @@ class Sequence:
                 return FinishReason.STOP
         return FinishReason.LENGTH if num_known >= self.max_length else None
 
+    def follow(self, forced: tuple[int, ...]) -> tuple[FinishReason | None, tuple[int, ...]]:
+        """Append what has to follow the last token, up to one that ends the sequence: why that is, and what was
+        appended."""
+        for count, token in enumerate(forced, 1):
+            self.tokens.append(token)
+            reason = self.reason_to_end(token)
+            if reason is not None:
+                return reason, forced[:count]
+        return None, forced
+
     def pool(self, start: int, pooled: Vector) -> None:
         """Take what a committed chunk from position `start` on gave; one from 0 on begins anew."""
         adds = self.pooled is not None and start > 0 and self.request.pooling is Pooling.MEAN

@@ -90,12 +90,14 @@ class Step:
 
 class ChunkOutput(NamedTuple):
     """What one chunk gave. `token` is None iff the chunk did not sample. `logprobs` only where asked for; `pooled`
-    float32[hidden size] iff the chunk pools."""
+    float32[hidden size] iff the chunk pools. `forced`: what has to follow `token`, as far as the executor knows, since
+    the answer's grammar leaves no choice there."""
 
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     pooled: Vector | None = None
+    forced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ def check_result(step: Step, result: StepResult, vocab_size: int) -> None:
                 f"sequence {chunk.sequence_id} of step {step.number} has token id {token}, "
                 f"and the vocabulary is [0, {vocab_size})"
             )
+        if outcome.forced:
+            _check_forced(chunk, outcome, vocab_size)
         if (outcome.pooled is not None) != (chunk.pooling is not None):
             raise ValueError(f"sequence {chunk.sequence_id} of step {step.number} was pooled unasked, or was not")
         num_targets = 0 if chunk.prompt_targets is None else len(chunk.prompt_targets)
@@ -132,3 +136,13 @@ def check_result(step: Step, result: StepResult, vocab_size: int) -> None:
                 f"sequence {chunk.sequence_id} of step {step.number} has {len(outcome.prompt_logprobs)} "
                 f"of {num_targets} prompt log probabilities"
             )
+
+
+def _check_forced(chunk: Chunk, outcome: ChunkOutput, vocab_size: int) -> None:
+    if outcome.token is None or chunk.sampling.grammar is None or chunk.sampling.logprobs is not None:
+        raise ValueError(f"sequence {chunk.sequence_id} draws all of its tokens, and was told of forced ones")
+    if not all(0 <= token < vocab_size for token in outcome.forced):
+        raise ValueError(
+            f"sequence {chunk.sequence_id} has the forced token ids {outcome.forced}, "
+            f"and the vocabulary is [0, {vocab_size})"
+        )

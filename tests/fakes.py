@@ -267,12 +267,27 @@ class FakeExecutor:
         if not chunk.samples:
             return ChunkOutput(prompt_logprobs=prompt_logprobs, pooled=_pooled(chunk))
         position = chunk.start + chunk.length
+        token = self._last_token[chunk.sequence_id] = self._draw(chunk, position, history)
+        logprobs = None if chunk.sampling.logprobs is None else _logprobs(token, chunk.sampling)
+        forced = self._forced(chunk, position, next_hash(history, token))
+        return ChunkOutput(token, logprobs, prompt_logprobs, forced=forced)
+
+    def _draw(self, chunk: Chunk, position: int, history: int) -> int:
         token = self._script.get(position)
         if token is None:
             token = fake_token(chunk.sampling, position, history, self._info.vocab_size, chunk.masked)
-        self._last_token[chunk.sequence_id] = token
-        logprobs = None if chunk.sampling.logprobs is None else _logprobs(token, chunk.sampling)
-        return ChunkOutput(token, logprobs, prompt_logprobs)
+        return token
+
+    def _forced(self, chunk: Chunk, position: int, history: int) -> tuple[int, ...]:
+        """What would be drawn next anyway, as if a grammar left no choice: so many tokens at most as its text says."""
+        sampling = chunk.sampling
+        if sampling.grammar is None or sampling.logprobs is not None or chunk.masked:
+            return ()
+        forced: list[int] = []
+        for follower in range(history % (int(sampling.grammar) + 1)):
+            forced.append(self._draw(chunk, position + 1 + follower, history))
+            history = next_hash(history, forced[-1])
+        return tuple(forced)
 
     def _fail(self, chunk: Chunk) -> ForwardFailed:
         self._pool.spoil(chunk.cells[chunk.start :])

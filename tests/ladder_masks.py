@@ -30,6 +30,9 @@ class LadderMasks:
     def masks(self, rows: Sequence[ConstrainedRow]) -> list[BitMask | GrammarFailed]:
         return [self._mask(row) for row in rows]
 
+    def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
+        return [() for _ in rows]
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -188,8 +188,11 @@ class PlannerLife:
                 assert chunk.length == 1
                 assert self.in_flight
                 assert not chunk.sampling.needs_history
-            assert (chunk.history is not None) == (chunk.samples and chunk.sampling.needs_history)
-            assert chunk.history is None or len(chunk.history) == chunk.start + chunk.length
+            reads_tokens = chunk.sampling.needs_history or chunk.sampling.grammar is not None
+            assert (chunk.history is not None) == (chunk.samples and reads_tokens)
+            if chunk.history is not None:
+                num_unknown = 1 if chunk.tokens is None else 0
+                assert len(chunk.history) == chunk.start + chunk.length - num_unknown
 
     def hear(self, updates: list[Update]) -> None:
         assert len({(update.request_id, update.index) for update in updates}) == len(updates)

@@ -21,13 +21,15 @@ def prompts(vocab_size: int, max_size: int) -> st.SearchStrategy[list[int]]:
 
 
 def sampling_params() -> st.SearchStrategy[SamplingParams]:
-    """Greedy or drawn, with few seeds, sometimes with a penalty (which forbids to run ahead) or log probabilities."""
+    """Greedy or drawn, with few seeds, sometimes with a penalty (which forbids to run ahead), log probabilities, or a
+    grammar."""
     return st.builds(
         SamplingParams,
         temperature=st.sampled_from([0.0, 1.0]),
         seed=st.integers(0, 3),
         presence_penalty=st.sampled_from([0.0, 0.0, 0.0, 0.5]),
         logprobs=st.sampled_from([None, None, 0, 2]),
+        grammar=st.sampled_from([None, None, "1", "5"]),  # the fake's: how many tokens it forces at most
     )
 
 

@@ -68,6 +68,41 @@ def test_answers_to_random_schemas_validate(grammars: Grammars, first: int) -> N
     assert num_ended >= 15
 
 
+def test_forced_tokens_are_what_masks_leave_one_by_one(grammars: Grammars) -> None:
+    num_forced, num_single = 0, 0
+    for seed in range(20):
+        draw, grammar, tokens = random.Random(seed), schema_grammar(random_schema(seed)), list[int]()
+        while len(tokens) < 200:
+            asked = row(grammar, tokens, sequence_id=seed)
+            choices = allowed(mask_of(grammars, asked))
+            (forced,) = grammars.forced([asked])
+            for place, token in enumerate(forced):
+                again = row(grammar, [*tokens, *forced[:place]], sequence_id=1000)
+                assert allowed(mask_of(grammars, again)) == [token]
+            grammars.drop([1000])
+            num_forced += bool(forced)
+            num_single += len(choices) == 1 and choices != [EOS]
+            token = draw.choice(choices)
+            if token == EOS:
+                break
+            tokens += forced or (token,)
+    assert num_forced > 100
+    assert num_forced >= 0.9 * num_single
+
+
+def test_nothing_is_forced_where_some_tokens_may_not_be_drawn_or_the_answer_is_over(grammars: Grammars) -> None:
+    asked = row(COLOUR)
+    mask_of(grammars, asked)
+    (forced,) = grammars.forced([asked])
+    assert TEXT.decode(list(forced)) == '{"color": "'
+    assert grammars.forced([row(COLOUR, masked=frozenset({EOS}))]) == [()]
+    over = row(COLOUR, [*TEXT.encode('{"color": "red", "ok": true}'), EOS])
+    mask_of(grammars, over)
+    assert grammars.forced([over]) == [()]
+    assert grammars.forced([row(COLOUR, sequence_id=77)]) == [()], "a sequence that nobody asked masks for"
+    assert NoMasks().forced([asked]) == [()]
+
+
 def test_a_state_that_is_replayed_is_the_state_that_went_step_by_step(grammars: Grammars) -> None:
     draw, tokens = random.Random(3), list[int]()
     while True:

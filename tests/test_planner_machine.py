@@ -121,7 +121,11 @@ def random_request(lot: random.Random) -> Request:
     return Request(
         prompt=np.array(prompt[:MAX_PROMPT], np.int64),
         max_tokens=max_tokens,
-        sampling=SamplingParams(seed=lot.randint(0, 9), presence_penalty=0.5 * (lot.random() < 0.2)),
+        sampling=SamplingParams(
+            seed=lot.randint(0, 9),
+            presence_penalty=0.5 * (lot.random() < 0.2),
+            grammar=lot.choice([None, None, "1", "4"]),
+        ),
         min_tokens=lot.randint(0, max_tokens),
         stop_token_ids=frozenset(lot.sample(range(VOCAB_SIZE), lot.randint(0, 1))),
         n=lot.choice([1, 1, 1, 2, 3]),
@@ -150,14 +154,14 @@ def live_through(lot: random.Random, life: PlannerLife, num_operations: int) -> 
     life.finish()
 
 
-KINDS = ("stop", "length", "cancelled", "failed", "preempted", "recomputed", "found", "padded")
+KINDS = ("stop", "length", "cancelled", "failed", "preempted", "recomputed", "found", "padded", "forced")
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_thousands_of_operations_leave_no_trace_in_the_answers(depth: int) -> None:
     """Everything that can happen to a sequence happens here, many times; else this test proves little."""
     seen: Counter[str] = Counter()
-    for seed in range(20):
+    for seed in range(40):
         lot = random.Random(1000 * depth + seed)
         life = PlannerLife(random_limits(lot, depth))
         live_through(lot, life, 150)
@@ -172,6 +176,7 @@ def test_thousands_of_operations_leave_no_trace_in_the_answers(depth: int) -> No
             padded=metrics.num_padded_rows,
             discarded=metrics.num_tokens_generated - sum(map(len, life.tokens.values())),
             refused=metrics.num_requests_refused,
+            forced=metrics.num_tokens_forced,
         )
     assert min(seen[what] for what in KINDS) > 20
     assert seen["refused"] > 20

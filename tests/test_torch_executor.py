@@ -153,6 +153,33 @@ def test_masks_of_a_forward_that_failed_are_done_when_the_step_is(program: Progr
     assert slow.num_made == 1
 
 
+def test_what_a_grammar_forces_is_told_with_the_token_that_it_follows(program: Program) -> None:
+    class Only(NoMasks):
+        """Token 7, and then 8 and 9."""
+
+        def masks(self, rows: Sequence[ConstrainedRow]) -> list[BitMask | GrammarFailed]:
+            only = np.arange(program.info.vocab_size) == 7
+            return [np.packbits(only, bitorder="little") for _ in rows]
+
+        def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
+            return [(7, 8, 9) if row.grammar == "short" else (6, 8) for row in rows]
+
+    info, decoder = program.info, program.decoder
+    pool = KvPool(info.num_layers, 64, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
+    executor = TorchExecutor(info, EagerForwards(decoder, pool), grammars=Only())
+
+    def outcome(sampling: SamplingParams) -> ChunkOutput:
+        asked = chunk(PROMPT, range(10), sampling=sampling)._replace(history=np.array(PROMPT))
+        (outcome,) = run_step(executor, [asked])
+        assert isinstance(outcome, ChunkOutput)
+        assert outcome.token == 7
+        return outcome
+
+    assert outcome(SamplingParams(grammar="short")).forced == (8, 9)
+    assert outcome(SamplingParams(grammar="short", logprobs=0)).forced == (), "each token wants a draw"
+    assert outcome(SamplingParams(grammar="other")).forced == (), "it would not follow what was drawn"
+
+
 def test_logprobs_of_prompt_and_token_equal_those_of_transformers(program: Program, model: Any) -> None:
     sampling = SamplingParams(temperature=0.0, logprobs=2)
     targets = np.array(PROMPT[1:])

@@ -94,6 +94,11 @@ class Grammars:
             found[place] = _failure(state.matcher) or _without(filled[place], rows[place].masked)
         return found
 
+    def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
+        """What each row's grammar leaves no choice in, the drawn token first; empty where it leaves one. Of rows whose
+        masks were asked for just before. Where `masked` says what may not be drawn, each token is drawn by itself."""
+        return [() if row.masked else self._forced(row.sequence_id) for row in rows]
+
     def close(self) -> None:
         """Forget everything; what is being compiled is not waited for."""
         self._states.clear()
@@ -116,6 +121,12 @@ class Grammars:
         if (failure := _failure(state.matcher)) is not None:
             raise failure
         return state
+
+    def _forced(self, sequence_id: int) -> tuple[int, ...]:
+        state = self._states.get(sequence_id)
+        if state is None or state.matcher.is_error() or state.matcher.is_stopped():
+            return ()
+        return tuple(state.matcher.compute_ff_tokens())
 
     def _should_move(self, grammar: str, state: _State) -> bool:
         """Sequences that begin together share a source until there are more."""

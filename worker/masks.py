@@ -52,6 +52,11 @@ class MaskMaker(Protocol):
         """What each row may draw, or why its sequence cannot go on."""
         ...
 
+    def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
+        """What each row's grammar leaves no choice in, the drawn token first; empty where it leaves one. Of rows whose
+        masks were asked for just before."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -66,6 +71,9 @@ class NoMasks:
 
     def masks(self, rows: Sequence[ConstrainedRow]) -> list[BitMask | GrammarFailed]:
         return [GrammarFailed("this worker knows no vocabulary, so no answer of it can follow a grammar") for _ in rows]
+
+    def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
+        return [() for _ in rows]
 
     def close(self) -> None:
         """Nothing is held."""

@@ -36,12 +36,16 @@ _LOGPROB_ROWS = 64
 Masks = Mapping[int, BitMask | GrammarFailed]
 """By index of the chunk, for those that follow a grammar."""
 
+Forced = Mapping[int, tuple[int, ...]]
+"""By index of the chunk: the token that it must draw, and what must follow."""
+
 
 class _ChunkRun:
     """What one chunk of the running step has given so far."""
 
     def __init__(self) -> None:
         self.token: int | None = None
+        self.forced: tuple[int, ...] = ()
         self.logprobs: TokenLogprobs | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.pooled: Tensor | None = None  # float32[E]
@@ -50,7 +54,7 @@ class _ChunkRun:
     @property
     def outcome(self) -> ChunkOutput | RequestFailed:
         pooled = None if self.pooled is None else self.pooled.cpu().numpy()
-        return self.error or ChunkOutput(self.token, self.logprobs, tuple(self.prompt_logprobs), pooled)
+        return self.error or ChunkOutput(self.token, self.logprobs, tuple(self.prompt_logprobs), pooled, self.forced)
 
 
 class TorchExecutor:
@@ -79,7 +83,7 @@ class TorchExecutor:
         self._draw_rows = draw_rows or partial(sample, race=compile_cpu_race() if info.device == "cpu" else torch_race)
         self._grammars = grammars or NoMasks()
         self._side = ThreadPoolExecutor(1, thread_name_prefix="masks")  # computes masks while a forward runs
-        self._masks: Future[Masks] | None = None  # of the running step
+        self._masks: Future[tuple[Masks, Forced]] | None = None  # of the running step
         self._result: StepResult | None = None
 
     @property
@@ -139,7 +143,12 @@ class TorchExecutor:
             self._masks = None
             return
         rows = [constrained_row(chunks[place]) for place in places]
-        self._masks = self._side.submit(lambda: dict(zip(places, self._grammars.masks(rows), strict=True)))
+
+        def ask() -> tuple[Masks, Forced]:
+            masks, forced = self._grammars.masks(rows), self._grammars.forced(rows)
+            return dict(zip(places, masks, strict=True)), dict(zip(places, forced, strict=True))
+
+        self._masks = self._side.submit(ask)
 
     def _run_slice(self, chunks: Sequence[Chunk], piece_of: Slice, runs: list[_ChunkRun]) -> None:
         batch = cut(chunks, piece_of, wanted=lambda index: runs[index].error is None)
@@ -163,7 +172,7 @@ class TorchExecutor:
         rows = selector([row for _, row in sampled], piece_of.method, self._info.min_prefill_tokens)
         logits = selected.rows(rows)[: len(sampled)]
         pieces = [piece for piece, _ in sampled]
-        masks = self._masks.result() if self._masks is not None else {}
+        masks, forced = self._masks.result() if self._masks is not None else ({}, {})
         errors = [
             _row_error(finite, masks.get(p.index)) for finite, p in zip(_finite_rows(logits), pieces, strict=True)
         ]
@@ -177,7 +186,11 @@ class TorchExecutor:
         drawn = self._draw_rows(logits, [_draw(piece.chunk, masks.get(piece.index)) for piece in pieces])
         tokens = drawn.tokens.tolist()
         for piece, token in zip(pieces, tokens, strict=True):
-            runs[piece.index].token = token
+            run, known = runs[piece.index], forced.get(piece.index, ())
+            run.token = token
+            # Whoever wants log probabilities wants a draw of each token.
+            if known[:1] == (token,) and piece.chunk.sampling.logprobs is None:
+                run.forced = known[1:]
         if drawn.nothing_left is not None:
             for row in drawn.nothing_left.nonzero()[:, 0].tolist():
                 runs[pieces[row].index].error = no_token_left(pieces[row].chunk)
