@@ -279,12 +279,14 @@ class FakeExecutor:
         return token
 
     def _forced(self, chunk: Chunk, position: int, history: int) -> tuple[int, ...]:
-        """What would be drawn next anyway, as if a grammar left no choice: so many tokens at most as its text says."""
+        """What would be drawn next anyway, as if a grammar left no choice: so many tokens at most as its text says,
+        where that is a number."""
         sampling = chunk.sampling
-        if sampling.grammar is None or sampling.logprobs is not None or chunk.masked:
+        grammar = sampling.grammar or ""
+        if not grammar.isdecimal() or sampling.logprobs is not None or chunk.masked:
             return ()
         forced: list[int] = []
-        for follower in range(history % (int(sampling.grammar) + 1)):
+        for follower in range(history % (int(grammar) + 1)):
             forced.append(self._draw(chunk, position + 1 + follower, history))
             history = next_hash(history, forced[-1])
         return tuple(forced)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tests.torch_rig import GREEDY, Rig, load
 from worker.forwards import EagerForwards
 from worker.grammars import Grammars
 from worker.kv_pool import KvPool
+from worker.masks import ConstrainedRow
 from worker.program import Program
 from worker.torch_executor import TorchExecutor
 
@@ -35,6 +36,13 @@ SCHEMA: dict[str, Any] = {
 GRAMMAR = schema_grammar(SCHEMA)
 STOPS = frozenset({EOS})
 NewRig = Callable[..., Rig]
+
+
+class OneByOne(Grammars):
+    """Tells of no forced token, so that each is drawn."""
+
+    def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
+        return [() for _ in rows]
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +70,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 def new_rig(program: Program) -> Iterator[NewRig]:
     made: list[TorchExecutor] = []
 
-    def make(capacity: int = 4096, **options: Any) -> Rig:
+    def make(capacity: int = 4096, *, forces: bool = True, **options: Any) -> Rig:
         info, decoder = program.info, program.decoder
         pool = KvPool(info.num_layers, capacity, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
-        forwards, grammars = EagerForwards(decoder, pool), Grammars(TEXT.vocabulary)
+        kind = Grammars if forces else OneByOne
+        forwards, grammars = EagerForwards(decoder, pool), kind(TEXT.vocabulary)
         made.append(TorchExecutor(replace(info, num_cells=capacity), forwards, grammars=grammars))
         return Rig(made[-1], **options)
 
@@ -76,7 +85,8 @@ def new_rig(program: Program) -> Iterator[NewRig]:
 
 def asking(seed: int = 0, grammar: str | None = GRAMMAR, temperature: float = 1.5, **options: Any) -> Request:
     prompt = np.array(TEXT.encode(f"hello {seed}"), dtype=np.int64)
-    sampling = SamplingParams(temperature=temperature, seed=seed, grammar=grammar)
+    logprobs = options.pop("logprobs", None)
+    sampling = SamplingParams(temperature=temperature, seed=seed, grammar=grammar, logprobs=logprobs)
     return Request(prompt, options.pop("max_tokens", 60), sampling, stop_token_ids=STOPS, **options)
 
 
@@ -107,6 +117,24 @@ def test_an_answer_is_the_same_alone_batched_and_preempted(new_rig: NewRig) -> N
     tight = new_rig(capacity=66)
     assert tight.answer(requests) == alone
     assert tight.planner.metrics.num_preemptions > 0
+
+
+def test_an_answer_is_the_same_whether_forced_tokens_are_fed_at_once_or_drawn(new_rig: NewRig) -> None:
+    requests = [asking(seed, n=1 + seed % 2, max_tokens=9 + 10 * seed) for seed in range(6)]
+    requests += [asking(7, grammar=None, max_tokens=20), asking(8, logprobs=1)]
+    at_once, drawn = new_rig(), new_rig(forces=False)
+    assert at_once.answer(requests) == drawn.answer(requests)
+    assert new_rig(capacity=80).answer(requests) == drawn.answer(requests)
+    assert at_once.planner.metrics.num_tokens_forced > 50
+    assert drawn.planner.metrics.num_tokens_forced == 0
+    assert at_once.answer_alone(requests[:2]) == drawn.answer_alone(requests[:2])
+
+
+def test_one_answer_takes_fewer_steps_than_it_has_tokens(new_rig: NewRig) -> None:
+    rig = new_rig()
+    (answer,) = rig.answer([asking(3)])[0]
+    assert fits(answer)
+    assert rig.planner.metrics.num_steps < len(answer) / 2
 
 
 def test_a_continuation_elsewhere_says_what_would_have_come(new_rig: NewRig) -> None:
