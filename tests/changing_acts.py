@@ -22,12 +22,12 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.rpc.front import SERVICER_FUNCTION
-from cluster.serving.front import free_ports
 from planner.request import Request, SamplingParams
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tests.changing_service import NUM_STREAMS
 from tests.fakes import expected_tokens
+from tests.ports import own_ports
 from tests.served_fake import HANG
 from tests.service_process import tiny_checkpoint
 from tests.sse_events import events_of
@@ -46,7 +46,7 @@ class Stage:
 
     def __init__(self, folder: Path) -> None:
         self.folder = tiny_checkpoint(folder)
-        self.port, self.grpc_port = free_ports(2)
+        self.port, self.grpc_port = own_ports(2)
 
     def deploy(self, *, max_num_seqs: int, **args: Any) -> None:
         """What `serve deploy` does with a YAML."""

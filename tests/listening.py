@@ -9,13 +9,13 @@ from typing import Any
 
 import uvicorn
 
-from cluster.serving.front import free_ports
+from tests.ports import own_ports
 
 
 @asynccontextmanager
 async def listening(app: Any) -> AsyncIterator[str]:
     """The application at a free port of this machine; gives its address."""
-    (port,) = free_ports(1)
+    (port,) = own_ports(1)
     server = uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off", ws="none")
     )

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from cluster.serving.front import free_ports
+from tests.ports import own_ports
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
@@ -35,7 +35,7 @@ def panel_queries() -> list[str]:
 @asynccontextmanager
 async def prometheus(folder: Path, target: str) -> AsyncIterator[str]:
     """A real one, with the rules of deploy/, that scrapes `target` every half second; gives its address."""
-    (port,) = free_ports(1)
+    (port,) = own_ports(1)
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
     config["rule_files"] = [str(DEPLOY / "prometheus-rules.yml")]

@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.serving.front import COMMON_SETTINGS, free_ports
+from cluster.serving.front import COMMON_SETTINGS
+from tests.ports import own_ports
 
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 os.environ |= COMMON_SETTINGS
@@ -84,7 +85,7 @@ async def scale_down_while_streaming(folder: Path, port: int) -> dict[str, list[
 
 def main() -> None:
     folder = tiny_checkpoint(Path(sys.argv[1]))
-    (port,) = free_ports(1)
+    (port,) = own_ports(1)
     ray.init(address="local", num_cpus=3, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.serving.front import free_ports
+from tests.ports import own_ports
 from tests.tiny_text import EOS, SPECIALS, TEMPLATE, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +48,7 @@ class ServiceProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.mark = uuid.uuid4().hex
-        self.port, self.grpc_port = free_ports(2)
+        self.port, self.grpc_port = own_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
         others = ("RAY_", "RAYCOMB_", "OTEL_")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(others)}

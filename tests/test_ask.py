@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from cluster.commands.ask import is_ready
-from cluster.serving.front import free_ports
+from tests.ports import own_ports
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -42,12 +42,12 @@ def test_a_service_is_ready_when_it_says_so(url: str) -> None:
 
 
 def test_nobody_there_is_not_ready() -> None:
-    assert not is_ready(f"http://127.0.0.1:{free_ports(1)[0]}")
+    assert not is_ready(f"http://127.0.0.1:{own_ports(1)[0]}")
 
 
 def test_a_proxy_of_this_machine_is_not_asked_for_its_own_service(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{free_ports(1)[0]}")
+        monkeypatch.setenv(name, f"http://127.0.0.1:{own_ports(1)[0]}")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert [is_ready(url), is_ready(url)] == [False, True]

@@ -15,9 +15,10 @@ from cluster.access.certificate_check import check_certificates
 from cluster.access.certificates import make_certificates
 from cluster.cli import main, serve_parser
 from cluster.commands.serve import make_plan
-from cluster.serving.front import DEFAULT_GRPC_PORT, free_ports
+from cluster.serving.front import DEFAULT_GRPC_PORT
 from cluster.serving.gpus import num_gpus, visible_of
 from planner.errors import InvalidConfiguration
+from tests.ports import own_ports
 from tests.service_process import tiny_checkpoint
 from worker.config import EngineConfig
 from worker.program import build_executor
@@ -63,7 +64,7 @@ def no_gpu_and_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The line that says why these cannot be served. Nothing was started: that would be told before it."""
-    given = [*words] if "--port" in words else [*words, "--port", str(free_ports(1)[0])]
+    given = [*words] if "--port" in words else [*words, "--port", str(own_ports(1)[0])]
     assert main(["serve", *given]) == 2
     told = capsys.readouterr()
     assert "starting Ray" not in told.out
@@ -106,7 +107,7 @@ def test_weights_that_are_missing_or_cut_off_are_told_before_ray(
     assert f"{model} has no .safetensors file" in refusal(capsys, str(model))
     file = model / "model.safetensors"
     safetensors.numpy.save_file({"a": zeros(1000)}, file)
-    assert make_plan(serve_parser().parse_args([str(model), "--port", str(free_ports(1)[0])])).ask is None
+    assert make_plan(serve_parser().parse_args([str(model), "--port", str(own_ports(1)[0])])).ask is None
     file.write_bytes(file.read_bytes()[:-100])
     assert "model.safetensors cannot be read" in refusal(capsys, str(model))
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
@@ -155,7 +156,7 @@ def test_ports_that_are_taken_or_the_same_are_told_before_ray(
     assert f":{taken}: Address already in use; choose another --grpc-port" in refusal(
         capsys, *words, "--grpc-port", taken
     )
-    same = str(free_ports(1)[0])
+    same = str(own_ports(1)[0])
     told = refusal(capsys, *words, "--port", same, "--grpc-port", same)
     assert f"--port and --grpc-port are both {same}" in told
 
@@ -182,7 +183,7 @@ def test_gpus_are_not_counted_where_a_cluster_runs(model: Path, monkeypatch: pyt
 
 
 def check_a_plan_for_elsewhere(model: Path) -> None:
-    words = [str(model), "--load-format", "dummy", "--port", str(free_ports(1)[0])]
+    words = [str(model), "--load-format", "dummy", "--port", str(own_ports(1)[0])]
     assert make_plan(serve_parser().parse_args([*words, "--device", "cuda"])).service.engine.device == "cuda"
     with pytest.raises(InvalidConfiguration, match="max_model_len is 300"):
         make_plan(serve_parser().parse_args([*words, "--max-model-len", "300"]))

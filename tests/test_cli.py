@@ -26,10 +26,10 @@ from cluster.serving.front import (
     Front,
     check_port,
     choose_front,
-    free_ports,
     front_environment,
 )
 from planner.errors import InvalidCheckpoint, InvalidConfiguration, SetupError
+from tests.ports import own_ports
 from tests.service_process import tiny_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -169,7 +169,7 @@ def test_an_empty_file_is_no_settings_and_a_missing_one_is_an_error(tmp_path: Pa
 def test_what_cannot_be_served_is_one_line_and_exit_code_2(
     tokens: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*tokens, "--port", str(free_ports(1)[0])]) == 2
+    assert main([*tokens, "--port", str(own_ports(1)[0])]) == 2
     error = capsys.readouterr().err
     assert error.startswith("raycomb: error: ")
     assert error.count("\n") == 1
@@ -181,7 +181,7 @@ def test_an_unsupported_architecture_is_refused_before_anything_starts(
 ) -> None:
     tiny_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
-    assert main(["serve", str(tmp_path), "--port", str(free_ports(1)[0])]) == 2
+    assert main(["serve", str(tmp_path), "--port", str(own_ports(1)[0])]) == 2
     assert "MambaForCausalLM is not supported; supported are LlamaForCausalLM" in capsys.readouterr().err
 
 
@@ -193,7 +193,7 @@ def test_workers_on_other_nodes_are_told_the_name_of_a_fetched_model_and_not_whe
     fetched.parent.mkdir()
     fetched.symlink_to(smollm2_path)
     monkeypatch.setenv("RAYCOMB_CACHE", str(tmp_path))
-    args = serve_parser().parse_args(["smollm2-135m", "--port", str(free_ports(1)[0])])
+    args = serve_parser().parse_args(["smollm2-135m", "--port", str(own_ports(1)[0])])
     assert make_plan(args).service.engine.model == "smollm2-135m"
 
 
@@ -201,7 +201,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert main(["serve", str(tmp_path), "--port", str(free_ports(1)[0])]) == 2
+    assert main(["serve", str(tmp_path), "--port", str(own_ports(1)[0])]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
 
 
@@ -256,7 +256,7 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_taken_port_is_refused_before_anything_starts(taken_port: int) -> None:
     with pytest.raises(InvalidConfiguration, match=f"cannot listen on 127.0.0.1:{taken_port}: Address already in use"):
         check_port("127.0.0.1", taken_port)
-    check_port("127.0.0.1", free_ports(1)[0])
+    check_port("127.0.0.1", own_ports(1)[0])
 
 
 def test_an_address_that_this_machine_does_not_have_is_refused() -> None:

@@ -22,10 +22,10 @@ from cluster.serving.front import (
     NUM_BLOCKS,
     PORTS_OF_A_BLOCK,
     PORTS_TO_CHOOSE_FROM,
-    free_ports,
 )
 from cluster.serving.node_front import node_environment
 from planner.errors import InvalidConfiguration, SetupError
+from tests.ports import own_ports
 from tests.service_process import ROOT, tiny_checkpoint
 
 VERSIONS = {"python": "3.11.7", "raycomb": "0.1.0", "ray": "2.60.0", "torch": "2.13.0"}
@@ -146,7 +146,7 @@ def test_a_cluster_without_gpus_or_haproxy_is_sound() -> None:
 def test_this_machine_is_looked_at_where_there_is_no_cluster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    http_port, grpc_port = free_ports(2)
+    http_port, grpc_port = own_ports(2)
     ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
     assert main(["doctor", str(tiny_checkpoint(tmp_path)), *ports]) == 0
     assert "FAIL" not in capsys.readouterr().out
@@ -156,7 +156,7 @@ def test_this_machine_is_looked_at_where_there_is_no_cluster(
 
 
 def test_a_service_that_does_not_answer_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    http_port, grpc_port = free_ports(2)
+    http_port, grpc_port = own_ports(2)
     ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
     where = ["--url", f"http://127.0.0.1:{http_port}", "--grpc-target", f"127.0.0.1:{grpc_port}"]
     assert main(["doctor", *ports, *where]) == 1
@@ -166,7 +166,7 @@ def test_a_service_that_does_not_answer_is_a_failure(capsys: pytest.CaptureFixtu
 def test_a_service_that_is_still_starting_is_waited_for_and_must_then_answer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    http_port, grpc_port, late = free_ports(3)
+    http_port, grpc_port, late = own_ports(3)
     server = HTTPServer(("127.0.0.1", late), _SaysOk, bind_and_activate=False)
     server.server_bind()
 
@@ -201,7 +201,7 @@ def test_a_wait_is_a_number_of_seconds(wait: str, capsys: pytest.CaptureFixture[
 
 
 def test_a_cluster_where_nobody_listens_is_told_at_once() -> None:
-    (port,) = free_ports(1)
+    (port,) = own_ports(1)
     started_at = time.monotonic()
     with pytest.raises(SetupError, match=f"RAY_ADDRESS=127.0.0.1:{port}"):
         facts_of_cluster(f"127.0.0.1:{port}", None, [], num_nodes=1, wait_s=0)
@@ -209,7 +209,7 @@ def test_a_cluster_where_nobody_listens_is_told_at_once() -> None:
 
 
 def test_a_port_of_another_program_is_busy() -> None:
-    (port,) = free_ports(1)
+    (port,) = own_ports(1)
     with HTTPServer(("127.0.0.1", 0), _SaysOk) as server:
         Thread(target=server.handle_request, daemon=True).start()
         taken = server.server_address[1]

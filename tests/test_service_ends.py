@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.serving.front import EVERY_ADDRESS, check_port, free_ports
+from cluster.serving.front import EVERY_ADDRESS, check_port
+from tests.ports import own_ports
 from tests.service_process import ROOT, ServiceProcess, running_service, tiny_checkpoint
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -84,7 +85,7 @@ def assert_refused_in_the_cluster_of(service: ServiceProcess, model: Path) -> No
         "--executor",
         "tests.served_fake:make_executor",
     ]
-    command += ["--device", "cpu", "--port", str(free_ports(1)[0]), "--grpc-port", "0"]
+    command += ["--device", "cpu", "--port", str(own_ports(1)[0]), "--grpc-port", "0"]
     told = subprocess.run(
         command,
         cwd=ROOT,

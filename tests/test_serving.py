@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from cluster.serving.front import free_ports
 from planner.blocks import block_hashes
 from planner.errors import ContextLengthExceeded, InvalidRequest, QueueFull, Unavailable
 from planner.request import FinishReason, SamplingParams
 from protos import worker_pb2 as pb
 from tests.data_plane import FOREVER, Gateway, attached, holding, serving
 from tests.fakes import expected_tokens, fake_request
+from tests.ports import own_ports
 from tests.recorder import Recorder
 
 
@@ -228,7 +228,7 @@ async def test_many_gateways_share_a_worker() -> None:
 
 
 async def test_a_proxy_for_the_world_outside_has_no_part_in_the_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_ports(1)[0]}")
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{own_ports(1)[0]}")
     for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     async with serving() as worker, attached(worker.address) as gateway:

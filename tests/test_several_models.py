@@ -24,7 +24,8 @@ from planner.request import Adapter
 from tests.adapter_rig import AdaptedFleet
 from tests.fake_fleet import FakeFleet
 from tests.http_desk import CHAT, MODEL, PROMPT, TEXT, refusal, says
-from tests.service_process import free_ports, tiny_checkpoint
+from tests.ports import own_ports
+from tests.service_process import tiny_checkpoint
 
 ADMIN = {"authorization": "Bearer admin"}
 
@@ -165,7 +166,7 @@ async def test_an_adapter_is_loaded_for_the_model_that_is_named(tmp_path: Path) 
 
 def planned(*tokens: str) -> ServiceConfig:
     parser = serve_parser()
-    return make_plan(parser.parse_args(merged_tokens(parser, [*tokens, "--port", str(free_ports(1)[0])], {}))).service
+    return make_plan(parser.parse_args(merged_tokens(parser, [*tokens, "--port", str(own_ports(1)[0])], {}))).service
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from cluster.commands.smoke import why_no_token
-from cluster.serving.front import free_ports
+from tests.ports import own_ports
 from tests.service_process import ServiceProcess
 
 
 def test_nobody_gives_no_answer() -> None:
-    (port,) = free_ports(1)
+    (port,) = own_ports(1)
     fault = why_no_token(f"http://127.0.0.1:{port}")
     assert fault is not None
     assert fault.startswith("it gives no answer: ")

@@ -15,11 +15,11 @@ from cluster.routing.membership import Member, MembershipBoard, members_of
 from cluster.routing.outbox import Outbox
 from cluster.routing.router import Router
 from cluster.routing.streams import Streams
-from cluster.serving.front import free_ports
 from planner.blocks import block_hashes
 from planner.errors import NeverFits, QueueFull, Unavailable, WorkerLost
 from planner.request import FinishReason, Request, Update
 from protos import worker_pb2 as pb
+from tests.ports import own_ports
 from tests.scripted_worker import SECRET, ScriptedWorker, fleet_of, request, tokens, until
 
 
@@ -388,7 +388,7 @@ async def test_a_request_waits_for_a_worker_whose_stream_is_being_opened() -> No
 
 async def test_a_request_that_waited_for_a_stream_that_does_not_open_is_refused() -> None:
     async with fleet_of(ScriptedWorker("old"), limits=FailoverLimits(timeout_s=0.3)) as streams:
-        (free,) = free_ports(1)
+        (free,) = own_ports(1)
         streams.set_members({"new": Member("new", f"127.0.0.1:{free}")})
         generation = streams.submit(request())
         with pytest.raises(Unavailable):

@@ -21,7 +21,6 @@ from cluster.cli import main
 from cluster.routing.membership import Member
 from cluster.routing.router import Router
 from cluster.routing.streams import Streams
-from cluster.serving.front import free_ports
 from cluster.sessions.histories import Sessions
 from cluster.sessions.remote import RemoteOwner
 from cluster.sessions.server import SessionServer
@@ -32,6 +31,7 @@ from tests.data_plane import SECRET, serving
 from tests.grpc_desk import grpc_desk
 from tests.http_desk import PROMPT, desk
 from tests.listening import eventually, listening
+from tests.ports import own_ports
 from tests.scripted_worker import request, until
 from tests.session_rig import LIMITS
 from worker.tls import AUTHORITY, channel_credentials, server_credentials
@@ -117,7 +117,7 @@ def haproxy() -> str:
 
 @asynccontextmanager
 async def proxy(certs: Path, http: str, grpc_target: str) -> AsyncIterator[tuple[int, int]]:
-    https_port, grpcs_port = free_ports(2)
+    https_port, grpcs_port = own_ports(2)
     environment = os.environ | {
         "FRONT_PEM": str(certs / FRONT),
         "HTTPS_BIND": f"127.0.0.1:{https_port}",
