@@ -21,6 +21,9 @@ from planner.planner import Planner
 from planner.request import Adapter, Pooling, Request, SamplingParams, TokenLogprobs
 from planner.step import Chunk, ChunkOutput, Step, StepResult
 
+_Recorded = int | str | list[int] | None
+"""An outcome as a journal has it: a token, an error's code, a token and those that it forces, or nothing drawn."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
@@ -70,9 +73,6 @@ def _limits(value: Any) -> Limits:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ValueError(f"this is no step log of the format {FORMAT}")
     return limits_from_json(value["limits"])
-
-
-_Recorded = int | str | list[int] | None
 
 
 class _Life:

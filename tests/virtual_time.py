@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
+
+P = ParamSpec("P")
 
 
-def in_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run it to its end. For what waits for timers alone: nothing that comes from outside would be waited for."""
-    with asyncio.Runner(loop_factory=_VirtualTimeLoop) as runner:
-        runner.run(main())
+def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """For a test that waits for timers alone: nothing that comes from outside would be waited for."""
+
+    @wraps(test)
+    def run(*args: P.args, **named: P.kwargs) -> None:
+        with asyncio.Runner(loop_factory=_VirtualTimeLoop) as runner:
+            runner.run(test(*args, **named))
+
+    return run
 
 
 class _Clock(selectors.SelectSelector):

@@ -8,14 +8,13 @@ deep in a library hears no signal, so the third one kills it. Imports nothing th
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 import time
 from typing import Final
 
-from cluster.commands.leftovers import adopt_orphans, children, see_off
+from cluster.commands.leftovers import adopt_orphans, children, prctl, see_off
 
 _HEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 SAME_WISH_S: Final = 0.5
@@ -75,7 +74,5 @@ def _exit_code_of(child: int) -> int | None:
 
 def _end_with(parent: int) -> None:
     """Have the kernel tell this process to end when its parent has, which only Linux does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it was gone before
-            os.kill(os.getpid(), signal.SIGTERM)
+    if prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) and os.getppid() != parent:  # it was gone before
+        os.kill(os.getpid(), signal.SIGTERM)

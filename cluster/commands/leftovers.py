@@ -26,10 +26,17 @@ LOOK_S: Final = 0.05
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
+def prctl(option: int, value: int) -> bool:
+    """Tell the kernel how to treat this process; False where there is no such call, which only Linux has."""
+    if sys.platform != "linux":
+        return False
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    return True
+
+
 def adopt_orphans() -> None:
     """Become the parent of all descendants of this process whose own parent ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> set[int]:

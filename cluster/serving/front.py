@@ -90,12 +90,13 @@ def front_environment(front: Front, listen_at: str | None = None) -> Iterator[di
         tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         _block_of_ports() as block,
     ):
-        last = FIRST_HTTP_PORT + block + PORTS_OF_A_BLOCK - 1
-        stats_port, metrics_port, http_port, grpc_port = free_ports(4, range(last - _PORTS_OF_FRONT + 1, last + 1))
+        ports = range(FIRST_HTTP_PORT + block + 1, FIRST_HTTP_PORT + block + PORTS_OF_A_BLOCK)
+        gateways = ports[:-_PORTS_OF_FRONT]
+        stats_port, metrics_port, http_port, grpc_port = free_ports(4, ports[-_PORTS_OF_FRONT:])
         script = haproxy_script(Path(folder), get_haproxy_binary(), listen_at=listen_at, ends_with_service=True)
         yield {
-            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(FIRST_HTTP_PORT + block + 1),
-            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(last - _PORTS_OF_FRONT),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(gateways[0]),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(gateways[-1]),
             "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(FIRST_GRPC_PORT + block + 1),
             "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(FIRST_GRPC_PORT + block + PORTS_OF_A_BLOCK - 1),
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
