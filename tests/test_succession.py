@@ -109,12 +109,10 @@ async def test_where_the_service_ends_whoever_waits_is_refused_at_once_and_so_is
     fleet.succession.possible = False
     fleet.failover.look_again()
     fleet.failover.refused(fleet.begin().first_run, "old", Unavailable("the worker is draining"))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert asyncio.get_running_loop().time() == pytest.approx(1)
     for generation in (waiting, fleet.begin()):
         with pytest.raises(Unavailable):
             await generation.next()
+    assert asyncio.get_running_loop().time() == pytest.approx(1)
 
 
 @in_virtual_time
