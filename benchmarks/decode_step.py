@@ -34,6 +34,7 @@ from worker.cuda.decode_plan import DecodePlan, plan_decode, split_plan
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.decode_state import DecodeState, PendingTokens
 from worker.cuda.graphs import DecodeGraphs, Draw
+from worker.cuda.vendor_products import vendor_products
 from worker.kv_pool import KvPool, bytes_per_cell
 
 READ_BYTES_PER_S = 4.38e12
@@ -61,6 +62,7 @@ class Bench:
         self.shape, self.device = shape, device
         self.weights = quantized(random_weights(shape, device), shape.quantization)
         self.rotary = rotary_tables(shape, device)
+        self.vendor = vendor_products(device)
         num_cells = max(num_cells, 8192)
         heads, self.cell_dtype = (shape.num_kv_heads, shape.head_dim), cell_dtype or shape.dtype
         cells = KvPool(shape.num_layers, num_cells, *heads, self.cell_dtype, device)
@@ -98,7 +100,8 @@ class Bench:
 
     def graphs(self, width: int, plan: DecodePlan) -> DecodeGraphs:
         buffers = DecodeBuffers(self.shape, width, [plan], self.device)
-        chain = DecodeChain(self.shape, self.weights, self.rotary, self.pool, self.state, buffers)
+        chain = DecodeChain(self.shape, self.weights, self.rotary, self.pool, self.state, buffers, self.vendor)
+        chain.prepare({width: plan})
         self.rewind()
         self.state.set_rows([], [])
         return DecodeGraphs(lambda w, _: chain.run(w, plan), [width], [Draw.GREEDY])

@@ -19,6 +19,7 @@ from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.decode_state import DecodeState, SlotEntry
 from worker.cuda.fp8 import fp8_weights
 from worker.cuda.packed import pack_weights
+from worker.cuda.vendor_products import vendor_products
 from worker.kv_pool import KvPool
 from worker.models.weights import DecoderWeights
 
@@ -69,7 +70,9 @@ class Rig:
             ]
         )
         self.buffers = DecodeBuffers(shape, width, [plan], device)
-        self.chain = DecodeChain(shape, self.weights, self.rotary, self.pool, self.state, self.buffers)
+        vendor = vendor_products(device)
+        self.chain = DecodeChain(shape, self.weights, self.rotary, self.pool, self.state, self.buffers, vendor)
+        self.chain.prepare({width: plan})
 
     def _history(self, cells: list[int], generator: torch.Generator) -> History:
         history = History([], [])

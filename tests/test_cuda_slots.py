@@ -115,9 +115,9 @@ def test_tables_of_a_prefill_start_where_every_kernel_wants_them(lengths: list[i
     assert plan.positions.tolist() == [3 + i for length in lengths for i in range(length)]
 
 
-def test_ladder_of_widths_has_what_lies_halfway_where_an_idle_row_costs_time() -> None:
+def test_ladder_of_widths_has_what_lies_between_powers_where_an_idle_row_costs_time() -> None:
     config = EngineConfig(model="m", max_num_seqs=200)
-    assert config.decode_widths == (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 144, 160, 176, 192, 200)
+    assert config.decode_widths == (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 200)
     assert EngineConfig(model="m", max_num_seqs=1).decode_widths == (1,)
 
 

@@ -89,6 +89,8 @@ def packed_split(attention: AttentionTile) -> DecodePlan:
 CASES = {
     "library, one split": (LLAMA, library(ONE_SPLIT)),
     "library, splits": (LLAMA, library(SPLITS)),
+    "library, down in parts": (LLAMA, replace(library(ONE_SPLIT), down_parts=2)),
+    "library, down in parts, every bias": (BIASED, replace(library(ONE_SPLIT), down_parts=4)),
     "library, splits, first block": (LLAMA, library(FIRST)),
     "library, bias, odd sizes": (QWEN2, library(SPLITS)),
     "library, every bias": (BIASED, library(ONE_SPLIT)),

@@ -111,6 +111,25 @@ def test_what_the_fast_chains_cannot_do_runs_on_the_library(width: int) -> None:
     assert plan_decode(LLAMA_8B, width, hopper=False).chain is Chain.LIBRARY
 
 
+def test_a_long_down_is_cut_for_steps_whose_tiles_leave_multiprocessors_idle() -> None:
+    def parts(shape: DecodeShape, *widths: int) -> list[int]:
+        return [plan_decode(shape, width, hopper=True).down_parts for width in widths]
+
+    assert parts(LLAMA_8B, 64, 65, 256, 257) == [1, 2, 2, 1]
+    assert parts(replace(LLAMA_8B, dtype=torch.float16), 64, 128) == [1, 2]
+    for shape in (
+        replace(LLAMA_8B, dtype=torch.float32),
+        replace(LLAMA_8B, quantization="fp8"),
+        replace(LLAMA_8B, ffn=4096),
+        QWEN3_06B,
+    ):
+        assert parts(shape, 128) == [1]
+
+
+def test_adapters_find_every_product_whole() -> None:
+    assert adapted(plan_decode(LLAMA_8B, 128, hopper=True), LLAMA_8B).down_parts == 1
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_attention_of_many_rows_goes_by_pieces_and_leaves_short_rows_whole(name: str) -> None:
     """With a fixed number of programs a row the longest row would set the end; a short one is not worth a sum."""
@@ -136,6 +155,8 @@ def test_buffers_refuse_a_plan_that_they_were_not_made_for() -> None:
     library = DecodePlan(8, Chain.LIBRARY, wide.attention)
     with pytest.raises(AssertionError):
         DecodeBuffers(QWEN3_06B, 8, [library], device).fits(QWEN3_06B, 1, plans[0])
+    with pytest.raises(AssertionError):
+        DecodeBuffers(QWEN3_06B, 8, [library], device).fits(QWEN3_06B, 8, replace(library, down_parts=2))
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8, 12, 32])

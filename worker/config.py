@@ -82,13 +82,13 @@ class EngineConfig(BaseModel):
     @property
     def decode_widths(self) -> tuple[int, ...]:
         """The ladder of decode widths up to and including `max_num_seqs`: powers of two, from 32 on also what lies
-        halfway between two, and from 128 on every eighth of the way, since there an idle row costs time."""
+        between two, every 16 rows from 64 on, since there an idle row costs time, and an eighth of the way from 256."""
         powers = [1 << exponent for exponent in range(self.max_num_seqs.bit_length())]
         between = [
             power + part * power // 8
             for power in powers
             if power >= 32
             for part in range(1, 8)
-            if power >= 128 or part == 4
+            if power >= 128 or part == 4 or (power == 64 and part % 2 == 0)
         ]
         return tuple(sorted({width for width in powers + between if width < self.max_num_seqs} | {self.max_num_seqs}))

@@ -22,6 +22,7 @@ from worker.cuda.lora import CudaLoraSlots
 from worker.cuda.pinned_pages import PAGE_BYTES, PinnedPages
 from worker.cuda.sampler import GpuSampler
 from worker.cuda.slots import slots_needed
+from worker.cuda.vendor_products import VendorProducts
 from worker.kv_pool import KvPool
 from worker.models.config import ModelConfig
 from worker.models.weights import DecoderWeights
@@ -60,10 +61,12 @@ class CudaDecode:
         capture: Capture = DecodeGraphs,
         plan: Plan | None = None,
         adapters: CudaLoraSlots | None = None,
+        vendor: VendorProducts | None = None,
     ) -> None:
         """`rotary`: cos and sin, float32 [context, head_dim / 2]. As many sequences decode as the widest width has
         rows. `capture` makes the steps ready, while nothing else runs on the device. `plan` says how a width runs, in
-        place of `plan_decode`. With `adapters` there are steps with rows that have some."""
+        place of `plan_decode`. With `adapters` there are steps with rows that have some. `vendor`: as `DecodeChain`
+        takes it."""
         device, context, max_rows = pool.keys.device, len(rotary[0]), widths[-1]
         shape = decode_shape(config, context, weights.embedding.dtype, weights.quantization)
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -86,7 +89,8 @@ class CudaDecode:
         self._buffers = DecodeBuffers(shape, max_rows, plans, device)
         self._sampler = GpuSampler(max_rows, config.vocab_size, device)
         self._planes = _planes(pool)
-        self._chain = DecodeChain(shape, weights, rotary, self._planes, self.state, self._buffers)
+        self._chain = DecodeChain(shape, weights, rotary, self._planes, self.state, self._buffers, vendor)
+        self._chain.prepare(self._plans)
         draws = [draw for draw in Draw if adapters is not None or not draw.is_adapted]
         self._make_steps = partial(capture, self._run, widths, draws)
         self._steps: Steps | None = self._make_steps()

@@ -84,7 +84,7 @@ def _num_sums(shape: DecodeShape, plan: DecodePlan) -> int:
 def _partial_columns(shape: DecodeShape, plan: DecodePlan) -> int:
     """fp32 values a row of the largest partial result."""
     if plan.chain is Chain.LIBRARY:
-        return 1
+        return 1 if plan.down_parts == 1 else plan.down_parts * shape.hidden
     if plan.linear is None:
         return shape.qkv_columns
     tiles = plan.linear

@@ -7,7 +7,9 @@ the width, so a captured run can be replayed for any sequences. Layers of severa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -22,9 +24,12 @@ from worker.cuda.norm import add_norm_kernel, embed_kernel, silu_kernel
 from worker.cuda.row_layers import RowLayers
 from worker.cuda.step_products import StepProducts
 from worker.cuda.tiles import LinearTile
+from worker.cuda.vendor_products import VendorProducts
 from worker.models.decoder import Beside
 from worker.models.lora import Site
 from worker.models.weights import DecoderWeights, LayerWeights
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeChain:
@@ -40,7 +45,9 @@ class DecodeChain:
         pool: Sequence[tuple[torch.Tensor, torch.Tensor]],
         state: DecodeState,
         buffers: DecodeBuffers,
+        vendor: VendorProducts | None = None,
     ) -> None:
+        """Without `vendor` the library's products are torch's."""
         assert len(pool) == len(weights.layers) == shape.num_layers
         for table in rotary:
             assert table.dtype == torch.float32
@@ -48,8 +55,16 @@ class DecodeChain:
         self._cos, self._sin = rotary
         self._shape, self._weights, self._pool, self._state, self._buffers = shape, weights, pool, state, buffers
         self._rows = RowLayers(shape, buffers, self._attend_row)
-        self._products = StepProducts(shape, buffers)
+        self._products = StepProducts(shape, buffers, vendor)
         self._end = DecodeEnd(shape, weights.head, state, buffers)
+
+    def prepare(self, plans: Mapping[int, DecodePlan]) -> None:
+        """Tries the library's kernels for what these plans, by width, leave to it. While nothing else runs on the
+        device, and outside of captures."""
+        began = time.perf_counter()
+        for width, plan in plans.items():
+            self._products.choose(width, plan, self._weights.layers)
+        logger.info("tried the library's products in %.1f s", time.perf_counter() - began)
 
     def run(self, width: int, plan: DecodePlan, sampler: Sampler | None = None, beside: Beside | None = None) -> None:
         """Launches the step of rows [0, width). Without a sampler every row takes the arg max, lowest id on ties.
@@ -173,8 +188,13 @@ class DecodeChain:
         whole(Site.GATE_UP, b.normed, layer.gate_up, b.gate_up)
         self._silu(b.gate_up, layer.gate_up_bias, width, plan)
         products.coded(b.active, width, plan)
-        whole(Site.DOWN, b.active, layer.down, b.projected)
-        self._add_norm(b.projected, 1, layer.down_bias, next_norm, width, plan)
+        if plan.down_parts > 1:
+            assert beside is None, "what is added to a product wants it whole"
+            products.parts(b.active, layer.down, width, plan.down_parts)
+            self._add_norm(b.partials, plan.down_parts, layer.down_bias, next_norm, width, plan)
+        else:
+            whole(Site.DOWN, b.active, layer.down, b.projected)
+            self._add_norm(b.projected, 1, layer.down_bias, next_norm, width, plan)
 
     def _silu(self, gate_up: torch.Tensor, bias: torch.Tensor | None, width: int, plan: DecodePlan) -> None:
         ffn = self._shape.ffn

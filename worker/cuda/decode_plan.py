@@ -72,7 +72,8 @@ class AttentionTile:
 class DecodePlan:
     """How steps of up to `width` rows run. `gemv` belongs to the GEMV chain, `linear` to SPLIT_K. `dependent_launch`:
     kernels are launched as programmatic dependents of the one before (Hopper and later). `whole_gate_up`: SPLIT_K
-    leaves gate and up as a product, in front of SiLU, so that something may be added to it."""
+    leaves gate and up as a product, in front of SiLU, so that something may be added to it. `down_parts`: LIBRARY cuts
+    the K of down into so many, whose sums the next kernel adds."""
 
     width: int
     chain: Chain
@@ -81,11 +82,13 @@ class DecodePlan:
     linear: LinearTiles | None = None
     dependent_launch: bool = False
     whole_gate_up: bool = False
+    down_parts: int = 1
 
     def __post_init__(self) -> None:
         assert self.width == 1 or self.chain is not Chain.GEMV
         assert (self.gemv is not None) == (self.chain is Chain.GEMV)
         assert (self.linear is not None) == (self.chain is Chain.SPLIT_K)
+        assert self.down_parts == 1 or self.chain is Chain.LIBRARY
 
     @property
     def early_qkv(self) -> bool:
@@ -115,13 +118,20 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     largest = max(shape.vocab_size, 2 * shape.ffn, shape.qkv_columns) * max(shape.hidden, shape.query_columns)
     # The fast kernels index a weight with 32 bits.
     if not hopper or shape.dtype is not torch.bfloat16 or shape.mlp_bias or largest >= 2**31:
-        return DecodePlan(width, Chain.LIBRARY, attention)
+        return DecodePlan(width, Chain.LIBRARY, attention, down_parts=_down_parts(shape, width))
     widest = MOST_ROWS if shape.bits is not None else 256 if small else 64
     if width == 1 and not shape.output_bias and (gemv := _gemvs(shape)) is not None:
         return DecodePlan(width, Chain.GEMV, _looks_ahead(attention), gemv=gemv, dependent_launch=True)
     if width <= widest and (plan := split_plan(shape, width)) is not None:
         return plan
-    return DecodePlan(width, Chain.LIBRARY, attention)
+    return DecodePlan(width, Chain.LIBRARY, attention, down_parts=_down_parts(shape, width))
+
+
+def _down_parts(shape: DecodeShape, width: int) -> int:
+    """Down has few columns and a long K: in one go its tiles leave half of the multiprocessors idle, and where the
+    library cuts K by itself a kernel of its own adds the parts up. Of more rows there are tiles enough."""
+    is_plain = shape.quantization == "none" and shape.dtype in (torch.bfloat16, torch.float16)
+    return 2 if is_plain and 64 < width <= 256 and shape.ffn >= 8192 and shape.ffn % 2 == 0 else 1
 
 
 def split_plan(shape: DecodeShape, width: int) -> DecodePlan | None:

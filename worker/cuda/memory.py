@@ -32,6 +32,7 @@ from worker.cuda.mover import CudaMover
 from worker.cuda.prefill import PrefillChain
 from worker.cuda.prefill_graphs import PREFILL_WIDTHS, Prefill, PrefillGraphs, rows_given
 from worker.cuda.swap import STAGING_CELLS, PinnedSwap
+from worker.cuda.vendor_products import VendorProducts, vendor_products
 from worker.cuda.warm_up import warm_up
 from worker.executor import ProgramInfo
 from worker.kernels import CellCopier
@@ -58,12 +59,14 @@ def build_cuda_executor(config: EngineConfig, info: ProgramInfo, decoder: Decode
     rotary = cos.to(decoder.device), sin.to(decoder.device)
 
     stream = capture_stream() if config.cuda_graph else None
+    vendor = vendor_products(decoder.device)
 
     def make(num_cells: int, initial_cells: int | None, swap_blocks: int) -> CudaExecutor:
         wanted = replace(info, num_cells=num_cells, swap_blocks=swap_blocks)
         executor = make_cuda_executor(
-            wanted, decoder, rotary, initial_cells, grammars, adapters, with_graphs=config.cuda_graph, stream=stream
-        )
+            wanted, decoder, rotary, initial_cells, grammars, adapters,
+            with_graphs=config.cuda_graph, stream=stream, vendor=vendor,
+        )  # fmt: skip
         warm_up(executor, initial_cells or num_cells)
         compile_forbid(info.vocab_size, decoder.device)
         if adapters is not None:
@@ -132,17 +135,20 @@ def make_cuda_executor(
     *,
     with_graphs: bool = True,
     stream: torch.cuda.Stream | None = None,
+    vendor: VendorProducts | None = None,
 ) -> CudaExecutor:
     """An executor with a pool of `info.num_cells`, or one that grows to that from `initial_cells`. `rotary`: cos and
     sin, float32 [context, head_dim / 2]. `with_graphs`: whether steps are captured, where they can be; on `stream`, or
-    on one of the executor's own."""
+    on one of the executor's own. `vendor`: as `CudaDecode` takes it."""
     num_cells = initial_cells or info.num_cells
     dtype = cell_dtype(info.cell_dtype, decoder.dtype)
     pool = KvPool(info.num_layers, num_cells, info.num_kv_heads, info.head_dim, dtype, decoder.device)
     if with_graphs and stream is None:
         stream = capture_stream()
     capture = partial(DecodeGraphs, stream=stream) if with_graphs else LaunchedSteps
-    decode = CudaDecode(decoder.config, decoder.weights, rotary, pool, info.widths, capture=capture, adapters=adapters)
+    decode = CudaDecode(
+        decoder.config, decoder.weights, rotary, pool, info.widths, capture=capture, adapters=adapters, vendor=vendor
+    )
     prefill = PrefillChain(decoder.config, decoder.weights, rotary, pool)
     captured = captured_prefills(info, decoder, prefill, pool, stream) if with_graphs else None
     adapted = None

@@ -7,13 +7,15 @@ the rows left in the buffers, or `coded` makes of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from worker.cuda.cublas_lt import ProductShape
 from worker.cuda.decode_buffers import DecodeBuffers
-from worker.cuda.decode_plan import DecodePlan
+from worker.cuda.decode_plan import Chain, DecodePlan
 from worker.cuda.decode_shape import DecodeShape
 from worker.cuda.fp8 import Fp8Matrix
 from worker.cuda.fp8_products import code_rows, scaled_product
@@ -21,14 +23,29 @@ from worker.cuda.linear import gate_up_kernel, split_linear_kernel
 from worker.cuda.packed import PackedMatrix, values_of
 from worker.cuda.packed_products import gate_up_product, split_product
 from worker.cuda.tiles import LinearTile
+from worker.cuda.vendor_products import VendorProducts
+from worker.models.stored_matrix import StoredMatrix
+from worker.models.weights import LayerWeights
 
 
 class StepProducts:
     """For one model over one set of buffers."""
 
-    def __init__(self, shape: DecodeShape, buffers: DecodeBuffers) -> None:
+    def __init__(self, shape: DecodeShape, buffers: DecodeBuffers, vendor: VendorProducts | None = None) -> None:
+        """Without `vendor` the library's products are torch's, which run what its heuristic names first."""
         self.takes_codes = shape.quantization == "fp8"
         self._buffers = buffers
+        self._vendor = vendor
+
+    def choose(self, width: int, plan: DecodePlan, layers: Sequence[LayerWeights]) -> None:
+        """Tries the library's kernels for what a step of this plan leaves to it, over the layers' matrices."""
+        if self._vendor is None or plan.chain is not Chain.LIBRARY:
+            return
+        for name in ("qkv", "output", "gate_up", "down"):
+            matrices: list[Any] = [getattr(layer, name) for layer in layers]
+            if not isinstance(matrices[0], StoredMatrix) and matrices[0].dtype in (torch.bfloat16, torch.float16):
+                shape = _shape(width, matrices[0], plan.down_parts if name == "down" else 1)
+                self._vendor.choose(shape, matrices, self._buffers.padded_rows * shape.columns)
 
     def coded(self, x: Tensor, width: int, plan: DecodePlan, tile: LinearTile | None = None) -> None:
         """Makes the codes of rows [0, width) of x [rows, K], if products take such; `tile`: of the one that comes."""
@@ -65,8 +82,24 @@ class StepProducts:
         if isinstance(w, Fp8Matrix):
             codes = self._buffers.codes
             scaled_product(codes.of(w.shape[1])[:width], codes.scales[:width], w, out[:width])
+        elif self._vendor is not None and self._vendor.takes(shape := _shape(width, w)):
+            self._vendor.run(shape, x, w, out)
         else:
             torch.mm(x[:width], values_of(w).t(), out=out[:width])
+
+    def parts(self, x: Tensor, w: Tensor, width: int, parts: int) -> None:
+        """The sums of x times w [N, K] transposed over each of so many parts of K, fp32 [parts, rows, N], into the
+        buffers' `partials`, by the vendor's library."""
+        shape, stride = _shape(width, w, parts), self._buffers.padded_rows * len(w)
+        if self._vendor is not None and self._vendor.takes(shape):
+            self._vendor.run(shape, x, w, self._buffers.partials)
+            return
+        for part, (rows, columns) in enumerate(zip(x[:width].chunk(parts, 1), w.chunk(parts, 1), strict=True)):
+            out = self._buffers.partials[part * stride :][: width * len(w)].view(width, len(w))
+            if x.is_cuda:
+                torch.mm(rows, columns.t(), out_dtype=torch.float32, out=out)
+            else:
+                torch.mm(rows.float(), columns.float().t(), out=out)
 
     def _operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Both sides of a product, and their scales; a plain one never reads these."""
@@ -74,6 +107,11 @@ class StepProducts:
         if isinstance(w, Fp8Matrix):
             return codes.of(w.shape[1]), w.codes, codes.scales, w.scales
         return x, w, codes.scales, codes.scales
+
+
+def _shape(width: int, w: Tensor, parts: int = 1) -> ProductShape:
+    columns, depth = w.shape
+    return ProductShape(width, columns, depth, w.dtype, parts)
 
 
 def _constants(tile: LinearTile, depth: int) -> dict[str, Any]:

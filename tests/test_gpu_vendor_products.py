@@ -1,0 +1,118 @@
+"""Kernels that the vendor's library has for one product: all compute it, and which one is chosen changes nothing."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+from worker.cuda.cublas_lt import CublasLt, Product, ProductShape, Tiling, VendorError  # noqa: E402
+from worker.cuda.vendor_products import VendorProducts, offered  # noqa: E402
+
+ROWS = (65, 96, 128, 144, 192, 250, 256)
+MATRICES = {"qkv": (6144, 4096, 1), "gate_up": (28672, 4096, 1), "down": (4096, 14336, 2), "small": (1024, 3072, 1)}
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    device = torch.device("cuda")
+    torch.mm(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device))  # brings the library into the process
+    return device
+
+
+def operands(shape: ProductShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device=device).manual_seed(shape.rows)
+    x = torch.randn(shape.rows, shape.depth, device=device, generator=generator)
+    w = torch.randn(shape.columns, shape.depth, device=device, generator=generator) * 0.02
+    return x.to(shape.dtype), w.to(shape.dtype)
+
+
+def exact(shape: ProductShape, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """float32 [parts, rows, columns]."""
+    pairs = zip(x.float().chunk(shape.parts, 1), w.float().chunk(shape.parts, 1), strict=True)
+    return torch.stack([a @ b.t() for a, b in pairs])
+
+
+def products(product: Product, x: torch.Tensor, w: torch.Tensor) -> dict[Tiling, torch.Tensor]:
+    shape, found = product.shape, {}
+    for kernel in offered(product):
+        out = torch.full((shape.parts, shape.rows, shape.columns), float("nan"), dtype=shape.out_dtype, device=x.device)
+        product.launcher(x, w, out, kernel)()
+        found[kernel.tiling] = out
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("matrix", MATRICES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_all_kernels_that_are_tried_give_the_same_numbers_and_the_right_ones(
+    device: torch.device, rows: int, matrix: str, dtype: torch.dtype
+) -> None:
+    columns, depth, parts = MATRICES[matrix]
+    shape = ProductShape(rows, columns, depth, dtype, parts)
+    x, w = operands(shape, device)
+    found = products(CublasLt(device).product(shape, rows * columns), x, w)
+    assert len(found) > 8, "more than the heuristic names"
+    first, reference = next(iter(found.values())), exact(shape, x, w)
+    torch.testing.assert_close(first.float(), reference, rtol=1e-2, atol=1e-2)
+    for tiling, out in found.items():
+        assert torch.equal(out, first), tiling
+
+
+def test_parts_lie_as_far_apart_as_asked(device: torch.device) -> None:
+    shape = ProductShape(80, 4096, 14336, torch.bfloat16, parts=2)
+    x, w = operands(shape, device)
+    product = CublasLt(device).product(shape, out_stride=128 * 4096)
+    out = torch.full((2, 128, 4096), -7.0, device=device)
+    product.launcher(x, w, out, product.suggested()[0])()
+    torch.testing.assert_close(out[:, :80], exact(shape, x, w), rtol=1e-3, atol=1e-3)
+    assert (out[:, 80:] == -7).all(), "what lies between the parts is not written"
+
+
+def test_a_tiling_that_the_library_does_not_have_is_none(device: torch.device) -> None:
+    product = CublasLt(device).product(ProductShape(128, 4096, 4096, torch.bfloat16))
+    assert product.variant(product.suggested()[0], Tiling(tile=65_000, cluster=2, order=0)) is None
+
+
+def test_a_refused_call_is_an_error_that_names_it(device: torch.device) -> None:
+    library = CublasLt(device)
+    kernel = library.product(ProductShape(128, 4096, 4096, torch.bfloat16)).suggested()[0]
+    no_attribute, nothing = 9999, ctypes.c_size_t(0)
+    with pytest.raises(VendorError, match="cublasLtMatmulAlgoConfigGetAttribute failed with status"):
+        library.call(
+            "cublasLtMatmulAlgoConfigGetAttribute", ctypes.byref(kernel.algorithm), no_attribute, None, nothing,
+            ctypes.byref(nothing),
+        )  # fmt: skip
+
+
+def test_a_chosen_kernel_is_no_slower_than_the_heuristics_first(device: torch.device) -> None:
+    shape = ProductShape(192, 28672, 4096, torch.bfloat16)
+    matrices = [operands(shape, device)[1] for _ in range(4)]
+    vendor = VendorProducts(device)
+    assert not vendor.takes(shape)
+    vendor.choose(shape, matrices, 0)
+    assert vendor.takes(shape)
+    x, out = operands(shape, device)[0], torch.empty(192, 28672, dtype=torch.bfloat16, device=device)
+    vendor.run(shape, x, matrices[0], out)
+    assert torch.equal(out, x @ matrices[0].t())
+
+    def milliseconds(run: object) -> float:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        times = []
+        for _ in range(5):
+            marks[0].record()
+            for w in matrices * 4:
+                vendor.run(shape, x, w, out) if run is vendor else torch.mm(x, w.t(), out=out)
+            marks[1].record()
+            torch.cuda.synchronize()
+            times.append(marks[0].elapsed_time(marks[1]))
+        return sorted(times)[2]
+
+    assert milliseconds(vendor) < milliseconds(torch) * 1.03
