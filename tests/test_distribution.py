@@ -22,6 +22,7 @@ totals = st.builds(
     Totals,
     prompt_tokens_computed=counts,
     tokens_generated=counts,
+    tokens_forced=counts,
     decode_tokens=counts,
     prefill_tokens=counts,
     padded_rows=counts,
