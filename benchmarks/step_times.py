@@ -25,8 +25,8 @@ PERCENTILES = (50, 90, 99)
 
 class StepTimes:
     """Milliseconds by part of a step. `launch` of a step without masks; of one with masks `wait` (the forward's launch,
-    and until the token before is here), `masks` and `draws` (their launch); `plan`, `collect`, `commit` and whatever
-    else is timed by name.
+    and until the token before is here), `masks` and `draws` (their launch, and within it `forced`: asking what must
+    follow); `plan`, `collect`, `commit` and whatever else is timed by name.
 
     On a GPU, too: `device_forward`, to its end or until the masks were here, whichever is later; `device_draws`, what
     is behind that; `device_idle`, from one step's end to the next one's first kernel.
@@ -99,10 +99,12 @@ class StepTimes:
 
 
 class TimedMasks:
-    """A `MaskMaker` around another one, that tells `times` when masks were asked for."""
+    """A `MaskMaker` around another one, that tells `times` when masks were asked for. While it `forces` nothing, each
+    token is drawn by itself."""
 
     def __init__(self, masks: MaskMaker, times: StepTimes) -> None:
         self._masks, self._times = masks, times
+        self.forces = True
 
     def prepare(self, grammar: str) -> None:
         self._masks.prepare(grammar)
@@ -117,7 +119,10 @@ class TimedMasks:
         return found
 
     def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
-        return self._masks.forced(rows)
+        if not self.forces:
+            return [() for _ in rows]
+        with self._times.timing("forced"):
+            return self._masks.forced(rows)
 
     def close(self) -> None:
         self._masks.close()

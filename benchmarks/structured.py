@@ -2,13 +2,15 @@
 
 * `schemas`: random JSON schemas (tests/random_schemas.py), 32 at a time, temperature 1; every completed answer is
   validated with `jsonschema`.
-* `speed`: 32 sequences of one open-ended schema, and 32 free ones of the same length; tokens per second of each, and
-  milliseconds of each part of their steps (`benchmarks/step_times.py`; 50th, 90th and 99th percentile).
+* `speed`: for each number of `--rows`, so many sequences of one open-ended schema, the same with each token drawn by
+  itself (what the schema leaves no choice in is else fed at once), and free ones of the same length; tokens per second
+  and steps of each, and milliseconds of a step's parts (`benchmarks/step_times.py`; 50th, 90th and 99th percentile).
 * `first`: time from submit to first token, alone, of a schema seen before, of a new one, and of a free answer.
 
     python -m benchmarks.structured --model smollm2-135m --num-schemas 500
     python -m benchmarks.structured --model smollm2-135m --layers 2   # random weights: the same vocabulary, little else
     python -m benchmarks.structured --model smollm2-135m --shape llama-8b --device cuda   # a large model's steps
+    python -m benchmarks.structured --model smollm2-135m --rows 1 8 32 --num-schemas 0   # speed alone
     python -m benchmarks.structured --no-model   # only the grammars, over the model's vocabulary
 
 `--layers` writes a small Llama with random weights over the model's own vocabulary, `--shape` one of the shapes that
@@ -66,11 +68,17 @@ OPEN_ENDED = {
 class Rig:
     """A planner and an executor, with as many steps in flight as it takes."""
 
-    def __init__(self, executor: Executor, config: EngineConfig, text: TextModel, times: StepTimes) -> None:
-        self.executor, self.text, self.times = executor, text, times
+    def __init__(self, executor: Executor, config: EngineConfig, text: TextModel, masks: TimedMasks, times: StepTimes):
+        """`masks` are the executor's."""
+        self.executor, self.text, self.masks, self.times = executor, text, masks, times
         self.prompt = np.array(text.encode(PROMPT), dtype=np.int64)
         self._depth = executor.max_steps_in_flight
         self._planner = Planner(limits_for(config, executor.info, self._depth))
+
+    @property
+    def num_steps(self) -> int:
+        """Planned so far."""
+        return self._planner.metrics.num_steps
 
     def request(self, seed: int, grammar: str | None, max_tokens: int, *, endless: bool = False) -> Request:
         sampling = SamplingParams(temperature=1.0, seed=seed, grammar=grammar)
@@ -157,22 +165,26 @@ def walks(text: TextModel, num_schemas: int, max_tokens: int = 400) -> dict[str,
     return {"ends": dict(ends), "num_wrong": num_wrong, "tokens": num_tokens, "seconds": seconds}
 
 
-def speed(rig: Rig, num_tokens: int) -> dict[str, Any]:
-    """Tokens per second of 32 sequences, the first of three runs being the warm-up; the better of the other two."""
+def speed(rig: Rig, num_rows: int, num_tokens: int) -> dict[str, Any]:
+    """Tokens per second of so many sequences: the better of two runs, behind one that warms up."""
     grammar = json_form("schema", OPEN_ENDED).grammar
     found: dict[str, Any] = {}
-    for name, chosen in (("free", None), ("schema", grammar)):
+    for name, chosen, forces in (("free", None, True), ("schema", grammar, True), ("one_by_one", grammar, False)):
+        rig.masks.forces = forces
         rates = []
         for _ in range(3):
             rig.times.take()
-            began = time.perf_counter()
-            requests = [rig.request(seed, chosen, num_tokens, endless=True) for seed in range(BATCH)]
+            began, before = time.perf_counter(), rig.num_steps
+            requests = [rig.request(seed, chosen, num_tokens, endless=True) for seed in range(num_rows)]
             made = sum(len(update.tokens) for _, update in rig.run(requests))
             rates.append(made / (time.perf_counter() - began))
         found[f"{name}_tokens_per_s"] = max(rates[1:])
-        found[f"{name}_ms"] = 1000 * BATCH / max(rates[1:])
+        found[f"{name}_ms"] = 1000 * num_rows / max(rates[1:])
+        found[f"{name}_steps"] = rig.num_steps - before
         found[f"{name}_parts_ms"] = rig.times.take()
-    return found | {"ratio": found["schema_tokens_per_s"] / found["free_tokens_per_s"]}
+    rig.masks.forces = True
+    ratio = found["schema_tokens_per_s"] / found["free_tokens_per_s"]
+    return found | {"ratio": ratio, "over_one_by_one": found["schema_tokens_per_s"] / found["one_by_one_tokens_per_s"]}
 
 
 def first(rig: Rig, repeats: int) -> dict[str, float]:
@@ -228,6 +240,7 @@ def main() -> None:
     parser.add_argument("--num-schemas", type=int, default=500)
     parser.add_argument("--limit-s", type=float, default=600.0)
     parser.add_argument("--speed-tokens", type=int, default=64)
+    parser.add_argument("--rows", type=int, nargs="+", default=[BATCH], help="sequences at once, for `speed`")
     parser.add_argument("--num-threads", type=int)
     parser.add_argument("--trial", action="store_true", help="keep no result file")
     args = parser.parse_args()
@@ -250,11 +263,12 @@ def main() -> None:
             model=model, device=args.device, load_format=load_format, max_cells=65_536, num_threads=args.num_threads
         )
         times = StepTimes(on_gpu=args.device == "cuda")
-        executor = build_executor_with(config, TimedMasks(mask_maker(text.vocabulary), times))
-        rig = Rig(executor, config, text, times)
+        timed = TimedMasks(mask_maker(text.vocabulary), times)
+        executor = build_executor_with(config, timed)
+        rig = Rig(executor, config, text, timed, times)
         figures = {
             "first": first(rig, 20),
-            "speed": speed(rig, args.speed_tokens),
+            "speed": {f"{rows}_rows": speed(rig, rows, args.speed_tokens) for rows in args.rows},
             "schemas": schemas(rig, args.num_schemas, args.limit_s),
         }
         info = executor.info

@@ -97,6 +97,12 @@ class SamplingParams:
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         return bool(penalised or self.bad_words)
 
+    @property
+    def may_be_forced(self) -> bool:
+        """Whether what a grammar leaves no choice in needs no draw: nobody wants log probabilities of it, and no bad
+        word can end in it."""
+        return self.grammar is not None and self.logprobs is None and not self.bad_words
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -139,7 +139,7 @@ def check_result(step: Step, result: StepResult, vocab_size: int) -> None:
 
 
 def _check_forced(chunk: Chunk, outcome: ChunkOutput, vocab_size: int) -> None:
-    if outcome.token is None or chunk.sampling.grammar is None or chunk.sampling.logprobs is not None:
+    if outcome.token is None or not chunk.sampling.may_be_forced:
         raise ValueError(f"sequence {chunk.sequence_id} draws all of its tokens, and was told of forced ones")
     if not all(0 <= token < vocab_size for token in outcome.forced):
         raise ValueError(

@@ -281,7 +281,7 @@ class Snapshot(_message.Message):
     def __init__(self, capacity: _Optional[int] = ..., free_cells: _Optional[int] = ..., owned_cells: _Optional[int] = ..., cached_cells: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., step: _Optional[int] = ..., draining: _Optional[bool] = ..., queue_tokens_per_s: _Optional[float] = ..., answer_tokens: _Optional[int] = ..., ends_per_token: _Optional[float] = ..., newest_request: _Optional[int] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("prompt_tokens_computed", "tokens_generated", "decode_tokens", "prefill_tokens", "padded_rows", "prefill_forwards", "decode_forwards", "prefix_queries", "prefix_hits", "preemptions", "finished", "queue_time", "decode_step_time", "prefill_step_time", "mixed_step_time", "cells_swapped_out", "cells_swapped_in", "streams_refused")
+    __slots__ = ("prompt_tokens_computed", "tokens_generated", "decode_tokens", "prefill_tokens", "padded_rows", "prefill_forwards", "decode_forwards", "prefix_queries", "prefix_hits", "preemptions", "finished", "queue_time", "decode_step_time", "prefill_step_time", "mixed_step_time", "cells_swapped_out", "cells_swapped_in", "streams_refused", "tokens_forced")
     class DecodeForwardsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +314,7 @@ class Totals(_message.Message):
     CELLS_SWAPPED_OUT_FIELD_NUMBER: _ClassVar[int]
     CELLS_SWAPPED_IN_FIELD_NUMBER: _ClassVar[int]
     STREAMS_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FORCED_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens_computed: int
     tokens_generated: int
     decode_tokens: int
@@ -332,7 +333,8 @@ class Totals(_message.Message):
     cells_swapped_out: int
     cells_swapped_in: int
     streams_refused: int
-    def __init__(self, prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., padded_rows: _Optional[int] = ..., prefill_forwards: _Optional[int] = ..., decode_forwards: _Optional[_Mapping[int, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., finished: _Optional[_Mapping[int, int]] = ..., queue_time: _Optional[_Union[Distribution, _Mapping]] = ..., decode_step_time: _Optional[_Union[Distribution, _Mapping]] = ..., prefill_step_time: _Optional[_Union[Distribution, _Mapping]] = ..., mixed_step_time: _Optional[_Union[Distribution, _Mapping]] = ..., cells_swapped_out: _Optional[int] = ..., cells_swapped_in: _Optional[int] = ..., streams_refused: _Optional[int] = ...) -> None: ...
+    tokens_forced: int
+    def __init__(self, prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., padded_rows: _Optional[int] = ..., prefill_forwards: _Optional[int] = ..., decode_forwards: _Optional[_Mapping[int, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., finished: _Optional[_Mapping[int, int]] = ..., queue_time: _Optional[_Union[Distribution, _Mapping]] = ..., decode_step_time: _Optional[_Union[Distribution, _Mapping]] = ..., prefill_step_time: _Optional[_Union[Distribution, _Mapping]] = ..., mixed_step_time: _Optional[_Union[Distribution, _Mapping]] = ..., cells_swapped_out: _Optional[int] = ..., cells_swapped_in: _Optional[int] = ..., streams_refused: _Optional[int] = ..., tokens_forced: _Optional[int] = ...) -> None: ...
 
 class Distribution(_message.Message):
     __slots__ = ("bounds", "counts", "sums")

@@ -107,8 +107,9 @@ class RoundedPool(KvPool):
         return heads.to(self._cell_dtype).to(heads.dtype)
 
 
-def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 1) -> Model:
-    config = MODELS[name]
+def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 1, **changes: Any) -> Model:
+    """`changes` are of the named model's configuration."""
+    config = replace(MODELS[name], **changes)
     weights = random_weights(decode_shape(config, CONTEXT, dtype), DEVICE, seed)
     cos, sin = rope_tables(config.rope, config.head_dim, CONTEXT)
     return Model(Decoder(config, weights, CONTEXT), (cos.to(DEVICE), sin.to(DEVICE)), dtype)

@@ -283,7 +283,7 @@ class FakeExecutor:
         where that is a number."""
         sampling = chunk.sampling
         grammar = sampling.grammar or ""
-        if not grammar.isdecimal() or sampling.logprobs is not None or chunk.masked:
+        if not grammar.isdecimal() or not sampling.may_be_forced or chunk.masked:
             return ()
         forced: list[int] = []
         for follower in range(history % (int(grammar) + 1)):

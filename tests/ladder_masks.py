@@ -44,5 +44,41 @@ class LadderMasks:
         return np.packbits(np.arange(self._vocab_size) % modulus == following, bitorder="little")
 
 
+class ForcingMasks(LadderMasks):
+    """A ladder of which some rungs leave no choice: a `#` in `pattern`, which repeats, leaves the lowest token alone.
+
+    `tells`: whether it says so. `asked` are the sequences that it was asked of.
+    """
+
+    def __init__(self, vocab_size: int, pattern: str, *, tells: bool = True, fails_after: int | None = None) -> None:
+        super().__init__(vocab_size, fails_after)
+        self._pattern = pattern
+        self._tells = tells
+        self.asked: list[int] = []
+
+    def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
+        self.asked += [row.sequence_id for row in rows]
+        return [self._run(row) if self._tells and not row.masked else () for row in rows]
+
+    def _run(self, row: ConstrainedRow) -> tuple[int, ...]:
+        modulus, place = int(row.grammar), len(row.generated)
+        token, run = int(row.generated[-1]) if place else -1, list[int]()
+        while self._leaves_one(place + len(run)):
+            token = (token + 1) % modulus
+            run.append(token)
+        return tuple(run)
+
+    def _leaves_one(self, place: int) -> bool:
+        return self._pattern[place % len(self._pattern)] == "#"
+
+    def _mask(self, row: ConstrainedRow) -> BitMask | GrammarFailed:
+        mask = super()._mask(row)
+        if isinstance(mask, GrammarFailed) or not self._leaves_one(len(row.generated)):
+            return mask
+        bits = np.unpackbits(mask, bitorder="little")
+        bits[int(row.grammar) :] = 0
+        return np.packbits(bits, bitorder="little")
+
+
 def climbs(tokens: Sequence[int], modulus: int) -> bool:
     return [token % modulus for token in tokens] == [place % modulus for place in range(len(tokens))]

@@ -133,6 +133,17 @@ def test_outcomes_are_in_the_order_of_chunks_whatever_forward_drew_them() -> Non
     assert run.outcomes() == [ChunkOutput(7), ChunkOutput(8), ChunkOutput(9)]
 
 
+def test_what_is_forced_is_told_with_the_token_that_it_follows_and_with_no_other() -> None:
+    run = StepRun([chunk(11), chunk(12), chunk(13), chunk(14)])
+    run.drawn.append(drawn([0, 1, 2, 3], [7, 8, 9, 1], bad=[0, 0, 0, 1]))
+    run.force(12, (8, 4, 5))
+    run.force(13, (8, 4, 5))
+    run.force(14, (1, 2))
+    *fine, bad = run.outcomes()
+    assert fine == [ChunkOutput(7), ChunkOutput(8, forced=(4, 5)), ChunkOutput(9)]
+    assert isinstance(bad, ForwardFailed)
+
+
 def test_row_that_is_not_finite_fails_alone() -> None:
     run = StepRun([chunk(1), chunk(2)])
     run.drawn.append(drawn([0, 1], [7, 0], bad=[0, 1]))

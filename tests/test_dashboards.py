@@ -56,6 +56,7 @@ def test_every_metric_is_on_the_dashboard_or_named_here_as_left_out() -> None:
         "raycomb_queued_prefill_tokens",
         "raycomb_prefilled_tokens_total",
         "raycomb_sampled_tokens_total",
+        "raycomb_forced_tokens_total",
         "raycomb_prefill_forwards_total",
         "raycomb_sequences_finished_total",
         "raycomb_data_plane_refusals_total",

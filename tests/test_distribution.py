@@ -5,11 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.telemetry.worker_metrics import FORCED, SAMPLED, worker_samples
+from planner.limits import Snapshot
+from planner.metrics import Metrics
 from planner.request import FinishReason
 from protos import worker_pb2 as pb
 from worker.distribution import Distribution, Histogram
 from worker.stats import StepKind
-from worker.totals import QUEUE_BOUNDS_S, Totals
+from worker.totals import QUEUE_BOUNDS_S, Tally, Totals
 from worker.wire_totals import totals_from_proto, totals_to_proto
 
 counts = st.integers(0, 2**63)
@@ -22,6 +25,7 @@ totals = st.builds(
     Totals,
     prompt_tokens_computed=counts,
     tokens_generated=counts,
+    tokens_forced=counts,
     decode_tokens=counts,
     prefill_tokens=counts,
     padded_rows=counts,
@@ -59,6 +63,12 @@ def test_a_distribution_does_not_follow_its_histogram() -> None:
     before = histogram.distribution
     histogram.observe(0.5)
     assert before.count == 0
+
+
+def test_totals_and_their_metrics_say_what_was_forced_of_all_that_was_drawn() -> None:
+    totals = Tally(Metrics(num_tokens_generated=7, num_tokens_forced=3), ()).totals()
+    samples = {sample.metric: sample.value for sample in worker_samples(Snapshot(1, 1, 0, 0, 0, 0, 0, 0), totals)}
+    assert (samples[SAMPLED], samples[FORCED]) == (7, 3)
 
 
 @given(totals)

@@ -29,7 +29,7 @@ from worker.masks import BitMask, ConstrainedRow  # noqa: E402
 NUM_TOKENS = 5
 Event = tuple[str, int]
 """("forward", n): the n-th lone decode was launched. ("wait", n): its tokens were waited for. ("mask", n): masks of n
-rows were asked for. ("again", n): n rows were drawn again."""
+rows were asked for. ("again", n): n rows were drawn again. ("forced", n): of n rows it was asked what must follow."""
 
 
 class NotedMasks(LadderMasks):
@@ -40,6 +40,10 @@ class NotedMasks(LadderMasks):
     def masks(self, rows: Sequence[ConstrainedRow]) -> list[BitMask | GrammarFailed]:
         self._events.append(("mask", len(rows)))
         return super().masks(rows)
+
+    def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
+        self._events.append(("forced", len(rows)))
+        return super().forced(rows)
 
 
 class NotedMoment:
@@ -119,10 +123,16 @@ def test_masks_are_made_while_the_forward_runs_that_they_are_for(model: Model) -
     assert launched == ["forward", "mask", "again"] * (NUM_TOKENS - 1), events
 
 
+def test_what_must_follow_is_asked_behind_the_draws_that_the_device_waits_for(model: Model) -> None:
+    events = events_of(model, [7, 5])
+    asked = [(kind, number) for kind, number in events if kind in ("mask", "again", "forced")]
+    assert asked == [("mask", 2), ("again", 2), ("forced", 2)] * (NUM_TOKENS - 1), events
+
+
 def test_rows_without_a_grammar_are_neither_masked_nor_drawn_again(model: Model) -> None:
     events = events_of(model, [7, None, None])
     assert_run_ahead(events)
-    assert {number for kind, number in events if kind in ("mask", "again")} == {1}, events
+    assert {number for kind, number in events if kind in ("mask", "again", "forced")} == {1}, events
 
 
 def test_a_step_without_a_grammar_asks_for_no_masks_and_waits_for_nobody(model: Model) -> None:

@@ -147,8 +147,9 @@ def test_a_sequence_that_has_no_cells_for_forced_tokens_waits_and_computes_them_
         (GRAMMAR, ChunkOutput(1, forced=(-1,))),
         (SamplingParams(), ChunkOutput(1, forced=(1,))),
         (replace(GRAMMAR, logprobs=0), ChunkOutput(1, forced=(1,))),
+        (replace(GRAMMAR, bad_words=((1, 2),)), ChunkOutput(1, forced=(1,))),
     ],
-    ids=["no token", "no such token", "a negative one", "no grammar", "log probabilities"],
+    ids=["no token", "no such token", "a negative one", "no grammar", "log probabilities", "bad words"],
 )
 def test_forced_tokens_where_there_can_be_none_are_an_executors_fault(
     sampling: SamplingParams, outcome: ChunkOutput

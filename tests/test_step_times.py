@@ -12,7 +12,7 @@ from benchmarks.mask_times import mask_times
 from benchmarks.step_times import StepTimes, TimedMasks
 from planner.step import Step
 from tests.grammar_rig import TEXT, schema_grammar
-from tests.ladder_masks import LadderMasks
+from tests.ladder_masks import ForcingMasks, LadderMasks
 from worker.masks import ConstrainedRow
 
 STEP = Step(1, (), (), ())
@@ -54,6 +54,16 @@ def test_a_step_with_masks_is_told_in_three_parts_and_one_without_in_one() -> No
     parts = {part: percentiles[0] for part, percentiles in times.take().items()}
     assert parts.keys() == {"launch", "plan"}
     assert min(parts.values()) >= 20
+    assert times.take() == {}
+
+
+def test_what_is_forced_is_timed_and_may_be_left_out() -> None:
+    times = StepTimes(on_gpu=False)
+    masks = TimedMasks(ForcingMasks(203, "##."), times)
+    assert masks.forced([ROW]) == [(0, 1)]
+    assert times.take().keys() == {"forced"}
+    masks.forces = False
+    assert masks.forced([ROW]) == [()]
     assert times.take() == {}
 
 

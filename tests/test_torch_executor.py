@@ -157,16 +157,20 @@ def test_what_a_grammar_forces_is_told_with_the_token_that_it_follows(program: P
     class Only(NoMasks):
         """Token 7, and then 8 and 9."""
 
+        num_asked = 0
+
         def masks(self, rows: Sequence[ConstrainedRow]) -> list[BitMask | GrammarFailed]:
             only = np.arange(program.info.vocab_size) == 7
             return [np.packbits(only, bitorder="little") for _ in rows]
 
         def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
+            self.num_asked += len(rows)
             return [(7, 8, 9) if row.grammar == "short" else (6, 8) for row in rows]
 
     info, decoder = program.info, program.decoder
     pool = KvPool(info.num_layers, 64, info.num_kv_heads, info.head_dim, decoder.dtype, decoder.device)
-    executor = TorchExecutor(info, EagerForwards(decoder, pool), grammars=Only())
+    grammars = Only()
+    executor = TorchExecutor(info, EagerForwards(decoder, pool), grammars=grammars)
 
     def outcome(sampling: SamplingParams) -> ChunkOutput:
         asked = chunk(PROMPT, range(10), sampling=sampling)._replace(history=np.array(PROMPT))
@@ -176,8 +180,11 @@ def test_what_a_grammar_forces_is_told_with_the_token_that_it_follows(program: P
         return outcome
 
     assert outcome(SamplingParams(grammar="short")).forced == (8, 9)
-    assert outcome(SamplingParams(grammar="short", logprobs=0)).forced == (), "each token wants a draw"
     assert outcome(SamplingParams(grammar="other")).forced == (), "it would not follow what was drawn"
+    assert grammars.num_asked == 2
+    assert outcome(SamplingParams(grammar="short", logprobs=0)).forced == (), "each token wants a draw"
+    assert outcome(SamplingParams(grammar="short", bad_words=((7, 8),))).forced == (), "it may be one"
+    assert grammars.num_asked == 2
 
 
 def test_logprobs_of_prompt_and_token_equal_those_of_transformers(program: Program, model: Any) -> None:

@@ -96,7 +96,7 @@ class Grammars:
 
     def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
         """What each row's grammar leaves no choice in, the drawn token first; empty where it leaves one. Of rows whose
-        masks were asked for just before. Where `masked` says what may not be drawn, each token is drawn by itself."""
+        masks were asked for in the same step. Each token is drawn by itself where `masked` says what may not be."""
         return [() if row.masked else self._forced(row.sequence_id) for row in rows]
 
     def close(self) -> None:

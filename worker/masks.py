@@ -54,7 +54,7 @@ class MaskMaker(Protocol):
 
     def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
         """What each row's grammar leaves no choice in, the drawn token first; empty where it leaves one. Of rows whose
-        masks were asked for just before."""
+        masks were asked for in the same step."""
         ...
 
     def close(self) -> None: ...

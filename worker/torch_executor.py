@@ -142,11 +142,12 @@ class TorchExecutor:
         if not places:
             self._masks = None
             return
-        rows = [constrained_row(chunks[place]) for place in places]
+        rows = {place: constrained_row(chunks[place]) for place in places}
+        open_rows = {place: row for place, row in rows.items() if chunks[place].sampling.may_be_forced}
 
         def ask() -> tuple[Masks, Forced]:
-            masks, forced = self._grammars.masks(rows), self._grammars.forced(rows)
-            return dict(zip(places, masks, strict=True)), dict(zip(places, forced, strict=True))
+            masks, forced = self._grammars.masks([*rows.values()]), self._grammars.forced([*open_rows.values()])
+            return dict(zip(rows, masks, strict=True)), dict(zip(open_rows, forced, strict=True))
 
         self._masks = self._side.submit(ask)
 
@@ -188,8 +189,7 @@ class TorchExecutor:
         for piece, token in zip(pieces, tokens, strict=True):
             run, known = runs[piece.index], forced.get(piece.index, ())
             run.token = token
-            # Whoever wants log probabilities wants a draw of each token.
-            if known[:1] == (token,) and piece.chunk.sampling.logprobs is None:
+            if known[:1] == (token,):
                 run.forced = known[1:]
         if drawn.nothing_left is not None:
             for row in drawn.nothing_left.nonzero()[:, 0].tolist():

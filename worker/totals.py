@@ -30,6 +30,7 @@ NO_QUEUE: Final = Histogram(QUEUE_BOUNDS_S).distribution
 class Totals:
     """Since the worker started. Times in seconds.
 
+    * `tokens_forced`: those of the generated ones that a grammar left no choice in, fed at once.
     * `decode_forwards`: forwards of the decode method by their width; `padded_rows`: their rows that held no token.
     * `prefix_queries`: prompt tokens that were looked up; `prefix_hits`: those of them that were resident.
     * `cells_swapped_out`, `cells_swapped_in`: cells copied to host memory for a preempted sequence, and back.
@@ -41,6 +42,7 @@ class Totals:
 
     prompt_tokens_computed: int = 0
     tokens_generated: int = 0
+    tokens_forced: int = 0
     decode_tokens: int = 0
     prefill_tokens: int = 0
     padded_rows: int = 0
@@ -94,6 +96,7 @@ class Tally:
         return Totals(
             prompt_tokens_computed=metrics.num_prompt_tokens_computed,
             tokens_generated=metrics.num_tokens_generated,
+            tokens_forced=metrics.num_tokens_forced,
             decode_tokens=metrics.num_tokens[Method.DECODE],
             prefill_tokens=metrics.num_tokens[Method.PREFILL],
             padded_rows=metrics.num_padded_rows,

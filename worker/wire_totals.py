@@ -13,6 +13,7 @@ def totals_to_proto(totals: Totals) -> pb.Totals:
     return pb.Totals(
         prompt_tokens_computed=totals.prompt_tokens_computed,
         tokens_generated=totals.tokens_generated,
+        tokens_forced=totals.tokens_forced,
         decode_tokens=totals.decode_tokens,
         prefill_tokens=totals.prefill_tokens,
         padded_rows=totals.padded_rows,
@@ -42,6 +43,7 @@ def totals_from_proto(message: pb.Totals) -> Totals:
     return Totals(
         prompt_tokens_computed=message.prompt_tokens_computed,
         tokens_generated=message.tokens_generated,
+        tokens_forced=message.tokens_forced,
         decode_tokens=message.decode_tokens,
         prefill_tokens=message.prefill_tokens,
         padded_rows=message.padded_rows,

@@ -22,6 +22,9 @@ PREEMPTIONS: Final = counter("num_preemptions_total", "Sequences that lost their
 SWAPPED: Final = counter("swapped_cells_total", "Cells copied to host memory and back.", "direction")
 PREFILLED: Final = counter("prefilled_tokens_total", "Prompt tokens computed, again after a preemption included.")
 SAMPLED: Final = counter("sampled_tokens_total", "Tokens drawn, those included that no client was told.")
+FORCED: Final = counter(
+    "forced_tokens_total", "Tokens that a grammar left no choice in, fed at once; drawn ones include them."
+)
 FORWARD_TOKENS: Final = counter("forward_tokens_total", "Tokens run by forwards of each method.", "method")
 PADDED_ROWS: Final = counter("padded_rows_total", "Rows of decode forwards that held no token.")
 DECODES: Final = counter(
@@ -39,7 +42,7 @@ STEP_TIME: Final = histogram("step_time_seconds", "Duration of a step, by what i
 
 WORKER_METRICS: Final = (
     *(RUNNING, WAITING, QUEUED_TOKENS, USAGE, CELLS, QUERIES, HITS, PREEMPTIONS, SWAPPED, PREFILLED, SAMPLED),
-    *(FORWARD_TOKENS, PADDED_ROWS, DECODES, PREFILLS, FINISHED, STRANGERS, QUEUE_TIME, STEP_TIME),
+    *(FORCED, FORWARD_TOKENS, PADDED_ROWS, DECODES, PREFILLS, FINISHED, STRANGERS, QUEUE_TIME, STEP_TIME),
 )
 
 
@@ -59,6 +62,7 @@ def worker_samples(snapshot: Snapshot, totals: Totals) -> list[Sample]:
         Sample(SWAPPED, totals.cells_swapped_in, ("in",)),
         Sample(PREFILLED, totals.prompt_tokens_computed),
         Sample(SAMPLED, totals.tokens_generated),
+        Sample(FORCED, totals.tokens_forced),
         Sample(FORWARD_TOKENS, totals.decode_tokens, ("decode",)),
         Sample(FORWARD_TOKENS, totals.prefill_tokens, ("prefill",)),
         Sample(PADDED_ROWS, totals.padded_rows),

@@ -133,6 +133,7 @@ class CudaExecutor:
                 self._failures.refuse(run)
                 for piece_of in step.slices:
                     self._launch_slice(piece_of, run)
+        self._host_draws.tell_forced()
         self._in_flight.append(run)
 
     def collect(self) -> StepResult:

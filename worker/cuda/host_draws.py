@@ -4,11 +4,15 @@ copy of those of the same forward, and then drawn from by the device's sampler a
 Owner and only caller: the executor. A grammar must know the token before, so its rows may wait for the step before,
 while the device runs this step's forward; nothing else here waits, so that the device goes from the forward to these
 draws by itself.
+
+Where the grammar leaves no choice behind that token, the step before is told what has to follow it, and not this one,
+which draws the first of it again: so the planner knows all of it a step earlier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +25,17 @@ from worker.cuda.decode import CudaDecode
 from worker.cuda.decode_state import RowFault
 from worker.cuda.failures import Failures
 from worker.cuda.outcomes import StepRun
-from worker.masks import BitMask, MaskMaker, constrained_row
+from worker.masks import BitMask, ConstrainedRow, MaskMaker, constrained_row
 from worker.sampler import Draw
+
+
+class _OpenRow(NamedTuple):
+    """A row whose grammar may leave no choice in what follows `drawn`: the sequence's token of the step `run`, or
+    nothing where that step is the row's own, which is still to draw."""
+
+    row: ConstrainedRow
+    run: StepRun
+    drawn: tuple[int, ...]
 
 
 class HostDraws:
@@ -33,6 +46,7 @@ class HostDraws:
         self._decode = decode
         self._failures = failures
         self._upload = decode.upload
+        self._open_rows: list[_OpenRow] = []  # of the step that is being launched
 
     def draws(self, indices: Sequence[int], run: StepRun, before: StepRun | None) -> list[Draw]:
         """How the step's chunks `indices` draw, to be asked while their forward runs. `before` is the step in flight
@@ -69,6 +83,16 @@ class HostDraws:
             bad_rows.index_add_(0, where, bad, alpha=RowFault.NOTHING_LEFT.value)
             self._decode.state.set_last_tokens(at, tokens)
 
+    def tell_forced(self) -> None:
+        """Tell steps in flight, the one that is being launched included, what has to follow what they draw. To be
+        called behind the launch of the draws, so that the device does not wait for it."""
+        asked, self._open_rows = self._open_rows, []
+        if not asked:
+            return
+        for (row, run, drawn), forced in zip(asked, self._grammars.forced([each.row for each in asked]), strict=True):
+            if forced:
+                run.force(row.sequence_id, drawn + forced)
+
     def _drawn(self, logits: Tensor, draws: Sequence[Draw], slots: Tensor) -> tuple[Tensor, Tensor]:
         """Change `logits` float32[N, vocab_size] as `draws` say, and draw a token from each row; int32[N]. Second: 1
         where there was none to draw, int32[N]."""
@@ -81,21 +105,34 @@ class HostDraws:
         """What those of these chunks that follow a grammar may draw, by index. The last token of one may still be in
         the step before, which is then waited for; a sequence that cannot go on is given up."""
         places = [index for index in indices if run.chunks[index].sampling.grammar is not None]
-        if not places:
-            return {}
+        rows = self._rows(places, run, before)
+        masks: dict[int, BitMask] = {}
+        if not rows:
+            return masks
+        found = self._grammars.masks([open_row.row for open_row in rows.values()])
+        for (index, open_row), mask in zip(rows.items(), found, strict=True):
+            if isinstance(mask, GrammarFailed):
+                run.give_up(index, mask)
+                continue
+            masks[index] = mask
+            if run.chunks[index].sampling.may_be_forced:
+                self._open_rows.append(open_row)
+        return masks
+
+    def _rows(self, places: Sequence[int], run: StepRun, before: StepRun | None) -> dict[int, _OpenRow]:
+        """By index of those chunks, but for sequences whose token of the step before means nothing."""
         drawn: dict[int, int] = {}
         if any(run.chunks[index].tokens is None for index in places):
             assert before is not None, "a token that only the device knows is of no step in flight"
             drawn = before.drawn_tokens()
-        known = [i for i in places if run.chunks[i].tokens is not None or run.chunks[i].sequence_id in drawn]
-        rows = [constrained_row(run.chunks[i], drawn.get(run.chunks[i].sequence_id)) for i in known]
-        masks = {}
-        for index, mask in zip(known, self._grammars.masks(rows), strict=True):
-            if isinstance(mask, GrammarFailed):
-                run.give_up(index, mask)
-            else:
-                masks[index] = mask
-        return masks
+        rows = {}
+        for index in places:
+            chunk = run.chunks[index]
+            if chunk.tokens is not None:
+                rows[index] = _OpenRow(constrained_row(chunk), run, ())
+            elif before is not None and (token := drawn.get(chunk.sequence_id)) is not None:
+                rows[index] = _OpenRow(constrained_row(chunk, token), before, (token,))
+        return rows
 
 
 def _draw(chunk: Chunk, mask: BitMask | None) -> Draw:

@@ -37,6 +37,7 @@ class StepRun:
         self._errors: dict[int, RequestFailed] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self._pooled: dict[int, Tensor] = {}
+        self._forced: dict[int, tuple[int, ...]] = {}  # by sequence
 
     def is_whole(self, index: int) -> bool:
         """Whether no forward that held the chunk has failed."""
@@ -59,6 +60,11 @@ class StepRun:
             found |= {self.chunks[index].sequence_id: token for index, token, is_bad in rows if not is_bad}
         return found
 
+    def force(self, sequence_id: int, tokens: tuple[int, ...]) -> None:
+        """A grammar leaves no choice in `tokens`: the one that the sequence draws in this step, if it draws that one,
+        and what has to follow it."""
+        self._forced[sequence_id] = tokens
+
     def score_prompt(self, index: int, scores: Iterable[TokenLogprobs]) -> None:
         """Further log probabilities of a chunk's prompt tokens, in order."""
         self._prompt_logprobs.setdefault(index, []).extend(scores)
@@ -73,7 +79,7 @@ class StepRun:
         if len(self.drawn) == 1 and len(self.drawn[0].indices) == len(self.chunks) and not self._errors:
             drawn = self.drawn[0]
             drawn.pending.wait()
-            if not (drawn.scored or self._prompt_logprobs or drawn.pending.bad.any()):
+            if not (drawn.scored or self._prompt_logprobs or self._forced or drawn.pending.bad.any()):
                 return [ChunkOutput(token) for token in drawn.pending.tokens.tolist()]
         tokens: dict[int, int] = {}
         scores: dict[int, TokenLogprobs] = {}
@@ -110,5 +116,7 @@ class StepRun:
     def _output(
         self, index: int, tokens: dict[int, int], scores: dict[int, TokenLogprobs], vectors: dict[int, Vector]
     ) -> ChunkOutput:
-        prompt_logprobs = tuple(self._prompt_logprobs.get(index, ()))
-        return ChunkOutput(tokens.get(index), scores.get(index), prompt_logprobs, vectors.get(index))
+        token, prompt_logprobs = tokens.get(index), tuple(self._prompt_logprobs.get(index, ()))
+        known = self._forced.get(self.chunks[index].sequence_id, ())
+        forced = known[1:] if known[:1] == (token,) else ()
+        return ChunkOutput(token, scores.get(index), prompt_logprobs, vectors.get(index), forced)
