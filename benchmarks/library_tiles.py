@@ -90,7 +90,7 @@ class Search:
     def _torchs(self) -> float:
         shape = self._product.shape
         out = torch.empty(shape.rows, shape.columns, dtype=shape.dtype, device=self._x.device)
-        times = []
+        times: list[float] = []
         for _ in range(5):
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             before.record()

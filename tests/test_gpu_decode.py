@@ -78,6 +78,8 @@ EARLY = [
     *((shape, width, None) for shape in (LLAMA_8B, QWEN3_06B) for width in (1, 8, 16, 32, 64)),
     *((replace(LLAMA_8B, quantization=each), width, None) for each in ("int8", "int4") for width in (1, 8)),
     (QWEN3_06B, 256, None),
+    *((LLAMA_8B, width, None) for width in (96, 128, 256)),  # whose products are the library's
+    *((shape, 8, None) for shape in (ODD_HALF, TINY_FLOAT)),
     (QWEN3_06B, 16, LISTED),  # whose q/k/v start attention before the list is whole
 ]
 

@@ -71,9 +71,9 @@ class AttentionTile:
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """How steps of up to `width` rows run. `gemv` belongs to the GEMV chain, `linear` to SPLIT_K. `dependent_launch`:
-    kernels are launched as programmatic dependents of the one before (Hopper and later). `whole_gate_up`: SPLIT_K
-    leaves gate and up as a product, in front of SiLU, so that something may be added to it. `down_parts`: LIBRARY cuts
-    the K of down into so many, whose sums the next kernel adds."""
+    kernels are launched as programmatic dependents of the one before (Hopper and later); the library's are not.
+    `whole_gate_up`: SPLIT_K leaves gate and up as a product, in front of SiLU, so that something may be added to it.
+    `down_parts`: LIBRARY cuts the K of down into so many, whose sums the next kernel adds."""
 
     width: int
     chain: Chain
@@ -115,16 +115,17 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
     chains do not take, it is the library chain."""
     small = shape.hidden <= _SMALL
     attention = _attention(shape, width)
+    library = DecodePlan(width, Chain.LIBRARY, attention, dependent_launch=hopper, down_parts=_down_parts(shape, width))
     largest = max(shape.vocab_size, 2 * shape.ffn, shape.qkv_columns) * max(shape.hidden, shape.query_columns)
     # The fast kernels index a weight with 32 bits.
     if not hopper or shape.dtype is not torch.bfloat16 or shape.mlp_bias or largest >= 2**31:
-        return DecodePlan(width, Chain.LIBRARY, attention, down_parts=_down_parts(shape, width))
+        return library
     widest = MOST_ROWS if shape.bits is not None else 256 if small else 64
     if width == 1 and not shape.output_bias and (gemv := _gemvs(shape)) is not None:
         return DecodePlan(width, Chain.GEMV, _looks_ahead(attention), gemv=gemv, dependent_launch=True)
     if width <= widest and (plan := split_plan(shape, width)) is not None:
         return plan
-    return DecodePlan(width, Chain.LIBRARY, attention, down_parts=_down_parts(shape, width))
+    return library
 
 
 def _down_parts(shape: DecodeShape, width: int) -> int:
