@@ -17,7 +17,7 @@ from worker.cuda.cublas_lt import CublasLt, Product, ProductShape, Tiling, Vendo
 from worker.cuda.vendor_products import VendorProducts, offered  # noqa: E402
 
 ROWS = (65, 96, 128, 144, 192, 250, 256)
-MATRICES = {"qkv": (6144, 4096, 1), "gate_up": (28672, 4096, 1), "down": (4096, 14336, 2), "small": (1024, 3072, 1)}
+MATRICES = {"qkv": (6144, 4096, 1), "gate_up": (28672, 4096, 1), "down": (4096, 14336, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +76,34 @@ def test_parts_lie_as_far_apart_as_asked(device: torch.device) -> None:
     assert (out[:, 80:] == -7).all(), "what lies between the parts is not written"
 
 
-def test_a_tiling_that_the_library_does_not_have_is_none(device: torch.device) -> None:
-    product = CublasLt(device).product(ProductShape(128, 4096, 4096, torch.bfloat16))
-    assert product.variant(product.suggested()[0], Tiling(tile=65_000, cluster=2, order=0)) is None
+@pytest.mark.parametrize("tiling", [Tiling(65_000, 2, 0), Tiling(18, 2, 1_000), Tiling(18, 60_000, 0)])
+def test_a_tiling_that_the_library_does_not_have_is_none(device: torch.device, tiling: Tiling) -> None:
+    product = CublasLt(device).product(ProductShape(128, 28672, 4096, torch.bfloat16))
+    assert product.variant(product.suggested()[0], tiling) is None
+
+
+def test_a_product_whose_depth_the_library_would_cut_is_left_to_it(device: torch.device) -> None:
+    shape = ProductShape(96, 1024, 3072, torch.bfloat16)
+    assert offered(CublasLt(device).product(shape)) == []
+    vendor = VendorProducts(device)
+    vendor.choose(shape, [operands(shape, device)[1]], 0)
+    assert not vendor.takes(shape)
+
+
+def test_matrices_of_any_width_have_kernels_or_are_left(device: torch.device) -> None:
+    """Rows of 600 bytes are nothing that the newer kernels load; which of the older ones is faster changes nothing."""
+    for shape in (ProductShape(8, 200, 300, torch.float16), ProductShape(8, 1003, 200, torch.float16)):
+        x, w = operands(shape, device)
+        outs = []
+        for _ in range(3):
+            vendor = VendorProducts(device)
+            vendor.choose(shape, [w], 0)
+            if vendor.takes(shape):
+                out = torch.empty(shape.rows, shape.columns, dtype=shape.dtype, device=device)
+                vendor.run(shape, x, w, out)
+                outs.append(out)
+        torch.testing.assert_close(x @ w.t(), exact(shape, x, w)[0].to(shape.dtype), rtol=1e-2, atol=1e-2)
+        assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 def test_a_refused_call_is_an_error_that_names_it(device: torch.device) -> None:

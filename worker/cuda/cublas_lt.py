@@ -28,8 +28,8 @@ _TRANSPOSE_FIRST: Final = 3  # CUBLASLT_MATMUL_DESC_TRANSA
 _TRANSPOSED: Final = 1  # CUBLAS_OP_T
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6  # of CUBLASLT_MATRIX_LAYOUT
 _MOST_WORK_BYTES: Final = 1  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
-_TILES: Final = 6  # CUBLASLT_ALGO_CAP_TILE_IDS
-_TILE, _SPLITS, _ORDER, _CLUSTER = 1, 2, 5, 8  # of CUBLASLT_ALGO_CONFIG; the third is "custom option"
+_CAN_TILES, _CAN_ORDERS = 6, 7  # of CUBLASLT_ALGO_CAP: tile ids, and the largest "custom option"
+_KIND, _TILE, _SPLITS, _ORDER, _CLUSTER = 0, 1, 2, 5, 8  # of CUBLASLT_ALGO_CONFIG; the fourth is "custom option"
 
 
 class _Algorithm(ctypes.Structure):
@@ -66,8 +66,10 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One of the library's for one product. `cuts_depth`: it cuts K by itself, and adds the parts up in its own way."""
+    """One of the library's for one product. `kind`: the library's number of the family that it is of. `cuts_depth`: it
+    cuts K by itself, and adds the parts up in its own way."""
 
+    kind: int
     tiling: Tiling
     algorithm: _Algorithm
     cuts_depth: bool
@@ -126,6 +128,7 @@ class Product:
         self.shape = shape
         self._library, self._handle, self._work = library, handle, work
         self._one, self._zero = c_float(1), c_float(0)
+        self._capabilities: dict[tuple[int, int], list[int]] = {}
         self._description = c_void_p()
         library.call("cublasLtMatmulDescCreate", byref(self._description), _SUMS_OF_FLOAT32, _KINDS[torch.float32])
         transposed = c_int32(_TRANSPOSED)
@@ -171,21 +174,28 @@ class Product:
         )  # fmt: skip
         self._library.call("cublasLtMatmulPreferenceDestroy", preference)
         usable = [each.algorithm for each in found[: count.value] if each.status == 0]
-        return [Kernel(self._tiling(each), each, self._value(each, _SPLITS, c_int32) > 1) for each in usable]
+        return [
+            Kernel(
+                self._value(each, _KIND, c_int32), self._tiling(each), each,
+                cuts_depth=self._value(each, _SPLITS, c_int32) > 1,
+            )
+            for each in usable
+        ]  # fmt: skip
 
     def tiles(self, like: Kernel) -> list[int]:
         """Numbers of all tiles that kernels of the kind of `like` come in."""
-        got = c_size_t()
-        self._library.call(
-            "cublasLtMatmulAlgoCapGetAttribute", byref(like.algorithm), _TILES, None, c_size_t(0), byref(got)
-        )
-        numbers = (c_uint32 * (got.value // 4))()
-        self._library.call("cublasLtMatmulAlgoCapGetAttribute", byref(like.algorithm), _TILES, numbers, got, byref(got))
-        return list(numbers)
+        return self._capability(like, _CAN_TILES)
+
+    def orders(self, like: Kernel) -> range:
+        """Numbers of all orders, alike."""
+        (most,) = self._capability(like, _CAN_ORDERS)
+        return range(most + 1)
 
     def variant(self, like: Kernel, tiling: Tiling) -> Kernel | None:
         """A kernel of the kind of `like`, which does not cut K, with another tiling; None where there is none."""
         assert not like.cuts_depth
+        if tiling.tile not in self.tiles(like) or tiling.order not in self.orders(like):
+            return None  # the library does not look, and ends the process
         algorithm = _Algorithm.from_buffer_copy(like.algorithm)
         wanted = (
             (_TILE, c_uint32(tiling.tile)),
@@ -205,7 +215,19 @@ class Product:
             )  # fmt: skip
         except VendorError:
             return None
-        return Kernel(tiling, algorithm, cuts_depth=False) if found.work_bytes <= WORK_BYTES else None
+        return Kernel(like.kind, tiling, algorithm, cuts_depth=False) if found.work_bytes <= WORK_BYTES else None
+
+    def _capability(self, like: Kernel, which: int) -> list[int]:
+        """What the library says that this kind of kernels can; asked once for each kind."""
+        kind = (like.kind, which)
+        if kind not in self._capabilities:
+            got = c_size_t()
+            ask = ("cublasLtMatmulAlgoCapGetAttribute", byref(like.algorithm), which)
+            self._library.call(*ask, None, c_size_t(0), byref(got))
+            numbers = (c_uint32 * (got.value // 4))()
+            self._library.call(*ask, numbers, got, byref(got))
+            self._capabilities[kind] = list(numbers)
+        return self._capabilities[kind]
 
     def _tiling(self, algorithm: _Algorithm) -> Tiling:
         return Tiling(

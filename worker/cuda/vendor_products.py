@@ -2,8 +2,9 @@
 
 What the library's heuristic names first is up to a quarter slower than the best it has
 (docs/gpu_decode_notes.md). So each product of a step is tried, over the model's own matrices: by all that the
-heuristic names and by those of `TILINGS` that the library takes. Kernels that are chosen among sum K in the same
-order, so that which one wins changes no number; how many parts K is cut into, which does, is not chosen by time.
+heuristic names and by those of `TILINGS` that the library has. Only kernels that give the numbers of the first are
+chosen among, as those do that sum K in the same order, so that which one wins changes no answer; how many parts K is
+cut into, which does, is not chosen by time.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from worker.cuda.cublas_lt import CublasLt, Kernel, Product, ProductShape, Tiling
+from worker.cuda.cublas_lt import CublasLt, Kernel, Product, ProductShape, Tiling, VendorError
 
 logger = logging.getLogger(__name__)
 
 TILINGS: Final = tuple(
     Tiling(*numbers)
     for numbers in (
-        (18, 2, 0), (20, 5, 0), (27, 2, 8), (28, 5, 6), (30, 3, 0), (33, 4, 5), (33, 5, 7), (135, 5, 4), (145, 2, 2),
-        (183, 2, 0), (189, 5, 0), (196, 2, 8), (220, 2, 0), (221, 5, 4), (222, 3, 4), (235, 2, 8), (319, 5, 3),
-        (320, 2, 1), (323, 2, 1), (396, 2, 5), (400, 5, 5), (402, 2, 5), (403, 5, 7), (404, 2, 1), (414, 4, 7),
+        (18, 2, 0), (20, 5, 0), (27, 2, 0), (28, 5, 6), (30, 3, 0), (33, 4, 5), (33, 5, 7), (135, 5, 4), (136, 2, 0),
+        (145, 2, 2), (183, 2, 0), (189, 5, 0), (196, 2, 0), (220, 2, 0), (221, 5, 4), (222, 3, 4), (233, 2, 0),
+        (315, 2, 1), (319, 5, 3), (320, 2, 1), (321, 2, 1), (323, 2, 1), (396, 2, 5), (400, 5, 5), (400, 7, 1),
+        (402, 2, 5), (403, 5, 7), (404, 2, 1), (414, 4, 7),
     )
 )  # fmt: skip
 """Of 2,300 that were tried with products of models of 3 to 14 billion parameters and 96 to 256 rows on an H200, those
@@ -62,7 +64,9 @@ class VendorProducts:
         )
         trial = Trial(product, x, matrices, out)
         screened = trial.microseconds(kernels, launches=3, rounds=1)
-        best = sorted(kernels, key=lambda kernel: screened[kernel.tiling])[:_FINALISTS]
+        usable = [kernel for kernel in kernels if kernel.tiling in screened]
+        fastest = sorted(usable, key=lambda kernel: screened[kernel.tiling])[:_FINALISTS]
+        best = trial.alike(kernels[0], fastest)
         took = trial.microseconds(best, launches=8, rounds=5)
         self._chosen[shape] = product, min(best, key=lambda kernel: took[kernel.tiling])
 
@@ -87,14 +91,15 @@ def vendor_products(device: torch.device) -> VendorProducts | None:
 
 
 def offered(product: Product) -> list[Kernel]:
-    """All kernels that are worth a try and give the same numbers: what the heuristic names, and variants of its first.
-    None where that one cuts K, or where there is none."""
+    """All kernels that are worth a try: the heuristic's first, others of its kind that it names, and variants. None
+    where the first cuts K, or where there is none."""
     suggested = product.suggested()
     if not suggested or suggested[0].cuts_depth:
         return []
-    known = {kernel.tiling for kernel in suggested}
-    variants = (product.variant(suggested[0], tiling) for tiling in TILINGS if tiling not in known)
-    return [kernel for kernel in (*suggested, *variants) if kernel is not None and not kernel.cuts_depth]
+    first, known = suggested[0], {kernel.tiling for kernel in suggested}
+    named = [kernel for kernel in suggested if kernel.kind == first.kind and not kernel.cuts_depth]
+    variants = (product.variant(first, tiling) for tiling in TILINGS if tiling not in known)
+    return named + [kernel for kernel in variants if kernel is not None]
 
 
 class Trial:
@@ -105,10 +110,9 @@ class Trial:
         self._next = 0
 
     def microseconds(self, kernels: Sequence[Kernel], launches: int, rounds: int) -> dict[Tiling, float]:
-        """The median of a launch of each kernel in `rounds` turns of so many launches, behind one to warm up."""
-        ready = {kernel.tiling: self._launches(kernel, launches) for kernel in kernels}
-        for run in ready.values():
-            run[0]()
+        """The median of a launch of each kernel in `rounds` turns of so many launches, behind one to warm up. Without
+        those that the library refuses to launch."""
+        ready = {kernel.tiling: self._launches(kernel, launches) for kernel in kernels if self._launches_at_all(kernel)}
         marks: dict[Tiling, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {tiling: [] for tiling in ready}
         for _ in range(rounds):
             for tiling, run in ready.items():
@@ -123,6 +127,26 @@ class Trial:
             tiling: statistics.median(before.elapsed_time(after) for before, after in pairs) / launches * 1e3
             for tiling, pairs in marks.items()
         }
+
+    def _launches_at_all(self, kernel: Kernel) -> bool:
+        try:
+            self._product.launcher(self._x, self._matrices[0], self._out, kernel)()
+        except VendorError:
+            return False
+        return True
+
+    def alike(self, first: Kernel, kernels: Sequence[Kernel]) -> list[Kernel]:
+        """The first, and those that give the same numbers."""
+        w = self._matrices[0]
+
+        def product(kernel: Kernel) -> Tensor:
+            self._out.fill_(float("nan"))
+            self._product.launcher(self._x, w, self._out, kernel)()
+            return self._out.nan_to_num()  # what lies between the parts is nobody's
+
+        expected = product(first)
+        others = [kernel for kernel in kernels if kernel is not first and torch.equal(product(kernel), expected)]
+        return [first, *others]
 
     def _launches(self, kernel: Kernel, count: int) -> list[Callable[[], None]]:
         """So many, each over the next matrix."""
