@@ -128,7 +128,7 @@ def test_where_each_token_wants_a_draw_nothing_is_asked(model: Model, sampling: 
 
 def test_sequences_that_lose_their_cells_draw_the_same(model: Model) -> None:
     requests = [request(length, modulus, sampling=HOT) for length, modulus in ((5, 7), (9, 5), (4, 3))]
-    rig = Rig(cuda_executor(model, num_cells=40, grammars=masks(model)), depth=2)
+    rig = Rig(cuda_executor(model, num_cells=18 + 2 * NUM_TOKENS, grammars=masks(model)), depth=2)
     assert rig.answer(requests) == drawn_one_by_one(model, requests)
     assert rig.planner.metrics.num_preemptions > 0
     assert rig.planner.metrics.num_tokens_forced > 5
