@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,8 +38,11 @@ def products_of(shape: DecodeShape, rows: int) -> dict[str, ProductShape]:
         "gate_up": (2 * shape.ffn, shape.hidden),
         "down": (shape.hidden, shape.ffn),
     }
-    parts = {"down": plan_decode(shape, rows, hopper=True).down_parts}
-    return {name: ProductShape(rows, *size, shape.dtype, parts.get(name, 1)) for name, size in sizes.items()}
+    down_parts = plan_decode(shape, rows, hopper=True).down_parts
+    found = {name: ProductShape(rows, *size, shape.dtype) for name, size in sizes.items()}
+    if down_parts > 1:
+        found["down"] = replace(found["down"], parts=down_parts, part_stride=rows * shape.hidden)
+    return found
 
 
 class Search:
@@ -49,8 +53,8 @@ class Search:
         self._x = torch.randn(shape.rows, shape.depth, device=device).to(shape.dtype)
         sizes = (shape.columns, shape.depth)
         self._matrices = [(torch.randn(*sizes, device=device) * 0.02).to(shape.dtype) for _ in range(count)]
-        self._product: Product = library.product(shape, shape.rows * shape.columns)
-        out = torch.empty(shape.parts, shape.rows, shape.columns, dtype=shape.out_dtype, device=device)
+        self._product: Product = library.product(shape)
+        out = torch.empty(shape.out_numel, dtype=shape.out_dtype, device=device)
         self._trial = Trial(self._product, self._x, self._matrices, out)
         self._kernels: dict[Tiling, Kernel] = {}
         self._took: dict[Tiling, float] = {}
