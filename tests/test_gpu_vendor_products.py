@@ -15,11 +15,20 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+from tests.decode_reference import random_weights  # noqa: E402
 from worker.cuda.cublas_lt import CublasLt, Kernel, Product, ProductShape, Tiling, VendorError  # noqa: E402
-from worker.cuda.vendor_products import VendorProducts, offered  # noqa: E402
+from worker.cuda.decode_buffers import DecodeBuffers  # noqa: E402
+from worker.cuda.decode_plan import AttentionTile, Chain, DecodePlan  # noqa: E402
+from worker.cuda.decode_shape import DecodeShape  # noqa: E402
+from worker.cuda.step_products import StepProducts  # noqa: E402
+from worker.cuda.vendor_products import VendorProducts, offered, vendor_products  # noqa: E402
 
 ROWS = (65, 96, 128, 144, 192, 250, 256)
 MATRICES = {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+ONE_LAYER = DecodeShape(
+    hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14336, vocab_size=64, context=64,
+    norm_eps=1e-5, dtype=torch.bfloat16, windows=(None,),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +86,24 @@ def test_parts_lie_as_far_apart_as_asked(device: torch.device) -> None:
     product.launcher(x, w, out, product.suggested()[0])()
     torch.testing.assert_close(out[:, :80], exact(shape, x, w), rtol=1e-3, atol=1e-3)
     assert (out[:, 80:] == -7).all(), "what lies between the parts is not written"
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_a_step_has_its_long_product_in_parts_with_the_library_and_without(
+    device: torch.device, has_library: bool
+) -> None:
+    width, vendor = 96, vendor_products(device) if has_library else None
+    plan = DecodePlan(width, Chain.LIBRARY, AttentionTile(1, 64, 4, 3), down_parts=2)
+    buffers = DecodeBuffers(ONE_LAYER, width, [plan], device)
+    steps, layers = StepProducts(ONE_LAYER, buffers, vendor), random_weights(ONE_LAYER, device).layers
+    assert steps.choose(width, plan, layers) == (4 if has_library else 0)
+    assert steps.choose(width, plan, layers) == 0, "they were tried before"
+    shape, w = ProductShape(width, 4096, 14336, torch.bfloat16, 2, buffers.padded_rows * 4096), layers[0].down
+    assert not has_library or (vendor is not None and vendor.takes(shape))
+    x, _ = operands(shape, device)
+    steps.parts(x, w, width, 2)
+    parts = buffers.partials.view(2, buffers.padded_rows, 4096)[:, :width]
+    torch.testing.assert_close(parts, exact(shape, x, w), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("tiling", [Tiling(65_000, 2, 0), Tiling(18, 2, 1_000), Tiling(18, 60_000, 0)])

@@ -109,10 +109,9 @@ def offered(product: Product) -> list[Kernel]:
     first = suggested[0]
     found: dict[Tiling, Kernel] = {}
     for kernel in suggested:
+        # Older kernels of one tiling differ in more than that, and the first is thought the fastest.
         if kernel.kind == first.kind and not kernel.cuts_depth:
-            found.setdefault(
-                kernel.tiling, kernel
-            )  # older kernels differ in more, and the first is thought the fastest
+            found.setdefault(kernel.tiling, kernel)
     for tiling in TILINGS:
         if tiling not in found and (variant := product.variant(first, tiling)) is not None:
             found[tiling] = variant
