@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,8 +38,11 @@ def products_of(shape: DecodeShape, rows: int) -> dict[str, ProductShape]:
         "gate_up": (2 * shape.ffn, shape.hidden),
         "down": (shape.hidden, shape.ffn),
     }
-    parts = {"down": plan_decode(shape, rows, hopper=True).down_parts}
-    return {name: ProductShape(rows, *size, shape.dtype, parts.get(name, 1)) for name, size in sizes.items()}
+    down_parts = plan_decode(shape, rows, hopper=True).down_parts
+    found = {name: ProductShape(rows, *size, shape.dtype) for name, size in sizes.items()}
+    if down_parts > 1:
+        found["down"] = replace(found["down"], parts=down_parts, part_stride=rows * shape.hidden)
+    return found
 
 
 class Search:
@@ -49,15 +53,15 @@ class Search:
         self._x = torch.randn(shape.rows, shape.depth, device=device).to(shape.dtype)
         sizes = (shape.columns, shape.depth)
         self._matrices = [(torch.randn(*sizes, device=device) * 0.02).to(shape.dtype) for _ in range(count)]
-        self._product: Product = library.product(shape, shape.rows * shape.columns)
-        out = torch.empty(shape.parts, shape.rows, shape.columns, dtype=shape.out_dtype, device=device)
+        self._product: Product = library.product(shape)
+        out = torch.empty(shape.out_numel, dtype=shape.out_dtype, device=device)
         self._trial = Trial(self._product, self._x, self._matrices, out)
         self._kernels: dict[Tiling, Kernel] = {}
         self._took: dict[Tiling, float] = {}
 
     def run(self) -> dict[str, Any]:
-        """Microseconds: torch's product, the best of those that a start tries, and of all; and what that one is. Of a
-        product whose K the library would cut, torch's alone."""
+        """Microseconds: torch's product, the best of those that a start chooses among, and of all; and what that one
+        is. Of a product whose K the library would cut, torch's alone."""
         at_start = offered(self._product)
         if not at_start:
             return {"tried": 0, "torch": self._torchs()}
@@ -70,11 +74,12 @@ class Search:
         finalists = dict.fromkeys([*self._fastest()[:FINALISTS], *(kernel.tiling for kernel in at_start)])
         took = self._trial.microseconds([self._kernels[tiling] for tiling in finalists], launches=8, rounds=5)
         winner = min(took, key=lambda tiling: took[tiling])
+        alike = self._trial.alike(first, [kernel for kernel in at_start if kernel.tiling in took])
         return {
             "tried": len(self._took),
             "torch": self._torchs(),
             "heuristics_first": took[first.tiling],
-            "at_start": min(took[kernel.tiling] for kernel in at_start if kernel.tiling in took),
+            "at_start": min(took[kernel.tiling] for kernel in alike),
             "best": took[winner],
             "tiling": [winner.tile, winner.cluster, winner.order],
         }

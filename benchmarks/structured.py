@@ -68,7 +68,9 @@ OPEN_ENDED = {
 class Rig:
     """A planner and an executor, with as many steps in flight as it takes."""
 
-    def __init__(self, executor: Executor, config: EngineConfig, text: TextModel, masks: TimedMasks, times: StepTimes):
+    def __init__(
+        self, executor: Executor, config: EngineConfig, text: TextModel, masks: TimedMasks, times: StepTimes
+    ) -> None:
         """`masks` are the executor's."""
         self.executor, self.text, self.masks, self.times = executor, text, masks, times
         self.prompt = np.array(text.encode(PROMPT), dtype=np.int64)

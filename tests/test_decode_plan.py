@@ -121,6 +121,7 @@ def test_a_long_down_is_cut_for_steps_whose_tiles_leave_multiprocessors_idle() -
         replace(LLAMA_8B, dtype=torch.float32),
         replace(LLAMA_8B, quantization="fp8"),
         replace(LLAMA_8B, ffn=4096),
+        replace(LLAMA_8B, ffn=8200),  # the second part would not start at a multiple of 16 bytes
         QWEN3_06B,
     ):
         assert parts(shape, 128) == [1]

@@ -81,8 +81,8 @@ class EngineConfig(BaseModel):
 
     @property
     def decode_widths(self) -> tuple[int, ...]:
-        """The ladder of decode widths up to and including `max_num_seqs`: powers of two, from 32 on also what lies
-        between two, every 16 rows from 64 on, since there an idle row costs time, and an eighth of the way from 256."""
+        """The ladder of decode widths up to and including `max_num_seqs`: powers of two up to 32, every 16 rows up to
+        256, where an idle row costs time, and from there on every eighth of the way between two powers."""
         powers = [1 << exponent for exponent in range(self.max_num_seqs.bit_length())]
         between = [
             power + part * power // 8

@@ -32,7 +32,7 @@ _CAN_TILES, _CAN_ORDERS = 6, 7  # of CUBLASLT_ALGO_CAP: tile ids, and the larges
 _KIND, _TILE, _SPLITS, _ORDER, _CLUSTER = 0, 1, 2, 5, 8  # of CUBLASLT_ALGO_CONFIG; the fourth is "custom option"
 
 
-class _Algorithm(ctypes.Structure):
+class Algorithm(ctypes.Structure):
     """cublasLtMatmulAlgo_t."""
 
     _fields_ = (("words", c_uint64 * 8),)
@@ -42,7 +42,7 @@ class _Found(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
-        ("algorithm", _Algorithm),
+        ("algorithm", Algorithm),
         ("work_bytes", c_size_t),
         ("status", c_int),
         ("waves", c_float),
@@ -71,34 +71,42 @@ class Kernel:
 
     kind: int
     tiling: Tiling
-    algorithm: _Algorithm
+    algorithm: Algorithm
     cuts_depth: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
     """x [rows, depth] times w [columns, depth] transposed, both of `dtype` and contiguous, summed in float32. Where
-    `parts` is more than 1, K is cut into as many, and each part's sum is kept apart, in float32."""
+    `parts` is more than 1, K is cut into as many, and each part's sum is kept apart, in float32, `part_stride` elements
+    behind the one before."""
 
     rows: int
     columns: int
     depth: int
     dtype: torch.dtype
     parts: int = 1
+    part_stride: int = 0
 
     def __post_init__(self) -> None:
         assert self.depth % self.parts == 0
+        assert self.part_stride >= self.rows * self.columns if self.parts > 1 else self.part_stride == 0
 
     @property
     def out_dtype(self) -> torch.dtype:
         return self.dtype if self.parts == 1 else torch.float32
+
+    @property
+    def out_numel(self) -> int:
+        """Elements from the first of the result to its last."""
+        return (self.parts - 1) * self.part_stride + self.rows * self.columns
 
 
 class CublasLt:
     """The library on one GPU. One thread uses it. What it holds of the library is held until the process ends."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises OSError where the library is not there."""
+        """Raises OSError where the library is not there, and `VendorError` where it does not start."""
         assert torch.version.cuda is not None
         self._library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
         self._handle = c_void_p()
@@ -115,16 +123,16 @@ class CublasLt:
         found: Callable[..., int] = getattr(self._library, name)
         return found
 
-    def product(self, shape: ProductShape, out_stride: int = 0) -> Product:
-        """`out_stride`: elements between the parts' sums."""
-        return Product(self, self._handle, self._work, shape, out_stride)
+    def product(self, shape: ProductShape) -> Product:
+        """Raises `VendorError`, as all that the product is asked does."""
+        return Product(self, self._handle, self._work, shape)
 
 
 class Product:
     """A product of one shape. The library reads matrices column by column, so that x and w, row by row, are their own
     transposes to it: it computes the transpose of out as w times x's transpose."""
 
-    def __init__(self, library: CublasLt, handle: c_void_p, work: Tensor, shape: ProductShape, out_stride: int) -> None:
+    def __init__(self, library: CublasLt, handle: c_void_p, work: Tensor, shape: ProductShape) -> None:
         self.shape = shape
         self._library, self._handle, self._work = library, handle, work
         self._one, self._zero = c_float(1), c_float(0)
@@ -138,13 +146,23 @@ class Product:
         part = shape.depth // shape.parts
         self._w = self._layout(shape.dtype, part, shape.columns, shape.depth, part)
         self._x = self._layout(shape.dtype, part, shape.rows, shape.depth, part)
-        self._out = self._layout(shape.out_dtype, shape.columns, shape.rows, shape.columns, out_stride)
+        self._out = self._layout(shape.out_dtype, shape.columns, shape.rows, shape.columns, shape.part_stride)
         self._layouts = (self._w, self._x, self._out, self._out)
 
     def launcher(self, x: Tensor, w: Tensor, out: Tensor, kernel: Kernel) -> Callable[[], None]:
-        """Launches it on what is torch's current stream now: into out [rows, columns], or [parts, rows, columns] with
-        the stride that the product was made with. Capturable; one at a time, since all share the work space. The
-        tensors are whoever's has the launcher."""
+        """Launches it on what is torch's current stream now: x [rows or more, depth] into out [rows, columns], or
+        [parts, rows, columns] as far apart as the shape says. Capturable; one at a time, since all share the work
+        space. Whoever has the launcher, or a graph of it, keeps the tensors and the library."""
+        shape = self.shape
+        assert x.dtype == w.dtype == shape.dtype
+        assert out.dtype == shape.out_dtype
+        assert x.is_contiguous()
+        assert w.is_contiguous()
+        assert out.is_contiguous()
+        assert x.shape[1:] == (shape.depth,)
+        assert len(x) >= shape.rows
+        assert w.shape == (shape.columns, shape.depth)
+        assert out.numel() >= shape.out_numel
         multiply, where = self._library.function("cublasLtMatmul"), c_void_p(out.data_ptr())
         args = (
             self._handle, self._description, byref(self._one), c_void_p(w.data_ptr()), self._w, c_void_p(x.data_ptr()),
@@ -196,7 +214,7 @@ class Product:
         assert not like.cuts_depth
         if tiling.tile not in self.tiles(like) or tiling.order not in self.orders(like):
             return None  # the library does not look, and ends the process
-        algorithm = _Algorithm.from_buffer_copy(like.algorithm)
+        algorithm = Algorithm.from_buffer_copy(like.algorithm)
         wanted = (
             (_TILE, c_uint32(tiling.tile)),
             (_ORDER, c_uint32(tiling.order)),
@@ -229,14 +247,14 @@ class Product:
             self._capabilities[kind] = list(numbers)
         return self._capabilities[kind]
 
-    def _tiling(self, algorithm: _Algorithm) -> Tiling:
+    def _tiling(self, algorithm: Algorithm) -> Tiling:
         return Tiling(
             self._value(algorithm, _TILE, c_uint32),
             self._value(algorithm, _CLUSTER, c_uint16),
             self._value(algorithm, _ORDER, c_uint32),
         )
 
-    def _value(self, algorithm: _Algorithm, attribute: int, kind: type[c_int32 | c_uint16 | c_uint32]) -> int:
+    def _value(self, algorithm: Algorithm, attribute: int, kind: type[c_int32 | c_uint16 | c_uint32]) -> int:
         value, got = kind(), c_size_t()
         self._library.call(
             "cublasLtMatmulAlgoConfigGetAttribute", byref(algorithm), attribute, byref(value),

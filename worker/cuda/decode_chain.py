@@ -62,9 +62,9 @@ class DecodeChain:
         """Tries the library's kernels for what these plans, by width, leave to it. While nothing else runs on the
         device, and outside of captures."""
         began = time.perf_counter()
-        for width, plan in plans.items():
-            self._products.choose(width, plan, self._weights.layers)
-        logger.info("tried the library's products in %.1f s", time.perf_counter() - began)
+        tried = sum(self._products.choose(width, plan, self._weights.layers) for width, plan in plans.items())
+        if tried:
+            logger.info("tried kernels for %d of the library's products in %.1f s", tried, time.perf_counter() - began)
 
     def run(self, width: int, plan: DecodePlan, sampler: Sampler | None = None, beside: Beside | None = None) -> None:
         """Launches the step of rows [0, width). Without a sampler every row takes the arg max, lowest id on ties.

@@ -37,15 +37,18 @@ class StepProducts:
         self._buffers = buffers
         self._vendor = vendor
 
-    def choose(self, width: int, plan: DecodePlan, layers: Sequence[LayerWeights]) -> None:
-        """Tries the library's kernels for what a step of this plan leaves to it, over the layers' matrices."""
+    def choose(self, width: int, plan: DecodePlan, layers: Sequence[LayerWeights]) -> int:
+        """Tries the library's kernels for what a step of this plan leaves to it, over the layers' matrices. Returns how
+        many products were tried: those that never were before."""
         if self._vendor is None or plan.chain is not Chain.LIBRARY:
-            return
+            return 0
+        tried = 0
         for name in ("qkv", "output", "gate_up", "down"):
             matrices: list[Any] = [getattr(layer, name) for layer in layers]
             if not isinstance(matrices[0], StoredMatrix) and matrices[0].dtype in (torch.bfloat16, torch.float16):
-                shape = _shape(width, matrices[0], plan.down_parts if name == "down" else 1)
-                self._vendor.choose(shape, matrices, self._buffers.padded_rows * shape.columns)
+                shape = self._shape(width, matrices[0], plan.down_parts if name == "down" else 1)
+                tried += self._vendor.choose(shape, matrices)
+        return tried
 
     def coded(self, x: Tensor, width: int, plan: DecodePlan, tile: LinearTile | None = None) -> None:
         """Makes the codes of rows [0, width) of x [rows, K], if products take such; `tile`: of the one that comes."""
@@ -82,7 +85,7 @@ class StepProducts:
         if isinstance(w, Fp8Matrix):
             codes = self._buffers.codes
             scaled_product(codes.of(w.shape[1])[:width], codes.scales[:width], w, out[:width])
-        elif self._vendor is not None and self._vendor.takes(shape := _shape(width, w)):
+        elif self._vendor is not None and self._vendor.takes(shape := self._shape(width, w)):
             self._vendor.run(shape, x, w, out)
         else:
             torch.mm(x[:width], values_of(w).t(), out=out[:width])
@@ -90,16 +93,21 @@ class StepProducts:
     def parts(self, x: Tensor, w: Tensor, width: int, parts: int) -> None:
         """The sums of x times w [N, K] transposed over each of so many parts of K, fp32 [parts, rows, N], into the
         buffers' `partials`, by the vendor's library."""
-        shape, stride = _shape(width, w, parts), self._buffers.padded_rows * len(w)
+        shape = self._shape(width, w, parts)
         if self._vendor is not None and self._vendor.takes(shape):
             self._vendor.run(shape, x, w, self._buffers.partials)
             return
         for part, (rows, columns) in enumerate(zip(x[:width].chunk(parts, 1), w.chunk(parts, 1), strict=True)):
-            out = self._buffers.partials[part * stride :][: width * len(w)].view(width, len(w))
+            out = self._buffers.partials[part * shape.part_stride :][: width * len(w)].view(width, len(w))
             if x.is_cuda:
                 torch.mm(rows, columns.t(), out_dtype=torch.float32, out=out)
             else:
                 torch.mm(rows.float(), columns.float().t(), out=out)
+
+    def _shape(self, width: int, w: Tensor, parts: int = 1) -> ProductShape:
+        columns, depth = w.shape
+        part_stride = self._buffers.padded_rows * columns if parts > 1 else 0
+        return ProductShape(width, columns, depth, w.dtype, parts, part_stride)
 
     def _operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Both sides of a product, and their scales; a plain one never reads these."""
@@ -107,11 +115,6 @@ class StepProducts:
         if isinstance(w, Fp8Matrix):
             return codes.of(w.shape[1]), w.codes, codes.scales, w.scales
         return x, w, codes.scales, codes.scales
-
-
-def _shape(width: int, w: Tensor, parts: int = 1) -> ProductShape:
-    columns, depth = w.shape
-    return ProductShape(width, columns, depth, w.dtype, parts)
 
 
 def _constants(tile: LinearTile, depth: int) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 What the library's heuristic names first is up to a quarter slower than the best it has
 (docs/gpu_decode_notes.md). So each product of a step is tried, over the model's own matrices: by all that the
-heuristic names and by those of `TILINGS` that the library has. Only kernels that give the numbers of the first are
-chosen among, as those do that sum K in the same order, so that which one wins changes no answer; how many parts K is
-cut into, which does, is not chosen by time.
+heuristic names and by those of `TILINGS` that the library has. One is chosen only if it gives the very numbers of the
+first, as kernels do that sum K in the same order: so which one wins changes no answer. Into how many parts K is cut,
+which does change them, is not chosen by time.
 """
 
 from __future__ import annotations
@@ -40,67 +40,83 @@ _FINALISTS: Final = 6
 class VendorProducts:
     """For one model on one GPU. Owner: whoever builds an executor; used on its thread."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Raises OSError where the library is not there."""
-        self._library = CublasLt(device)
-        self._device = device
-        self._chosen: dict[ProductShape, tuple[Product, Kernel]] = {}
+    def __init__(self, library: CublasLt) -> None:
+        self._library = library
+        self._chosen: dict[ProductShape, tuple[Product, Kernel] | None] = {}  # None: it is left to torch
 
-    def choose(self, shape: ProductShape, matrices: Sequence[Tensor], out_stride: int) -> None:
+    def choose(self, shape: ProductShape, matrices: Sequence[Tensor]) -> bool:
         """Finds the fastest kernel of a product with such `matrices`, a model's own: so many that no cache holds them
-        all, since a step reads each once. `out_stride`: elements between the sums of its parts. Takes some 20 ms, and
-        longer where kernels are used for the first time in the process, since that loads them.
+        all, since a step reads each once. Takes some 20 ms, and longer where kernels are used for the first time in the
+        process, since that loads them. False if the shape has been tried before.
 
         Chooses none where the library would cut K: it adds parts up in ways that give other numbers, and so few tiles
-        are faster cut."""
+        are faster cut. None, too, where the library refuses, which the log tells of."""
         if shape in self._chosen:
-            return
-        product = self._library.product(shape, out_stride)
+            return False
+        try:
+            self._chosen[shape] = self._fastest(shape, matrices)
+        except VendorError as error:
+            logger.warning("%s runs as the library's heuristic says: %s", shape, error)
+            self._chosen[shape] = None
+        return True
+
+    def takes(self, shape: ProductShape) -> bool:
+        return self._chosen.get(shape) is not None
+
+    def run(self, shape: ProductShape, x: Tensor, w: Tensor, out: Tensor) -> None:
+        """out = x times w transposed, by the kernel that was chosen for the shape; operands as `Product.launcher` takes
+        them."""
+        chosen = self._chosen[shape]
+        assert chosen is not None
+        product, kernel = chosen
+        product.launcher(x, w, out, kernel)()
+
+    def _fastest(self, shape: ProductShape, matrices: Sequence[Tensor]) -> tuple[Product, Kernel] | None:
+        product = self._library.product(shape)
         kernels = offered(product)
         if not kernels:
-            return
-        x = torch.randn(shape.rows, shape.depth, device=self._device).to(shape.dtype)
-        out = torch.empty(
-            (shape.parts - 1) * out_stride + shape.rows * shape.columns, dtype=shape.out_dtype, device=x.device
-        )
+            return None
+        device = matrices[0].device
+        # The same rows in each process, so that all find the same kernels alike.
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(shape.rows, shape.depth, device=device, generator=generator).to(shape.dtype)
+        out = torch.empty(shape.out_numel, dtype=shape.out_dtype, device=device)
         trial = Trial(product, x, matrices, out)
         screened = trial.microseconds(kernels, launches=3, rounds=1)
         usable = [kernel for kernel in kernels if kernel.tiling in screened]
         fastest = sorted(usable, key=lambda kernel: screened[kernel.tiling])[:_FINALISTS]
         best = trial.alike(kernels[0], fastest)
         took = trial.microseconds(best, launches=8, rounds=5)
-        self._chosen[shape] = product, min(best, key=lambda kernel: took[kernel.tiling])
-
-    def takes(self, shape: ProductShape) -> bool:
-        return shape in self._chosen
-
-    def run(self, shape: ProductShape, x: Tensor, w: Tensor, out: Tensor) -> None:
-        """out = x times w transposed, by the kernel that was chosen for the shape; `out` as `Product.run` takes it."""
-        product, kernel = self._chosen[shape]
-        product.launcher(x, w, out, kernel)()
+        return product, min(best, key=lambda kernel: took[kernel.tiling])
 
 
 def vendor_products(device: torch.device) -> VendorProducts | None:
-    """None, which the log tells of, where torch has no such library: of another vendor, say."""
+    """None on a CPU, on another vendor's GPU, and, which the log tells of, where the library does not start."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     try:
-        return VendorProducts(device)
-    except OSError as error:
+        return VendorProducts(CublasLt(device))
+    except (OSError, VendorError) as error:
         logger.warning("products of wide steps run as the library's heuristic says: %s", error)
         return None
 
 
 def offered(product: Product) -> list[Kernel]:
-    """All kernels that are worth a try: the heuristic's first, others of its kind that it names, and variants. None
-    where the first cuts K, or where there is none."""
+    """All kernels that are worth a try, one of each tiling: the heuristic's first, others of its kind that it names,
+    and variants. None where the first cuts K, or where there is none."""
     suggested = product.suggested()
     if not suggested or suggested[0].cuts_depth:
         return []
-    first, known = suggested[0], {kernel.tiling for kernel in suggested}
-    named = [kernel for kernel in suggested if kernel.kind == first.kind and not kernel.cuts_depth]
-    variants = (product.variant(first, tiling) for tiling in TILINGS if tiling not in known)
-    return named + [kernel for kernel in variants if kernel is not None]
+    first = suggested[0]
+    found: dict[Tiling, Kernel] = {}
+    for kernel in suggested:
+        # Older kernels of one tiling differ in more than that, and the first is thought the fastest.
+        if kernel.kind == first.kind and not kernel.cuts_depth:
+            found.setdefault(kernel.tiling, kernel)
+    for tiling in TILINGS:
+        if tiling not in found and (variant := product.variant(first, tiling)) is not None:
+            found[tiling] = variant
+    return list(found.values())
 
 
 class Trial:
@@ -137,7 +153,7 @@ class Trial:
         return True
 
     def alike(self, first: Kernel, kernels: Sequence[Kernel]) -> list[Kernel]:
-        """The first, and those that give the same numbers."""
+        """The first, and those that give the same numbers. Raises `VendorError` where the library refuses one."""
         w = self._matrices[0]
 
         def product(kernel: Kernel) -> Tensor:

@@ -1,0 +1,100 @@
+"""Which of the vendor library's kernels are tried for a product, and that what it refuses is left to torch: with a
+library that is scripted, and without a GPU."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from worker.cuda.cublas_lt import Algorithm, Kernel, ProductShape, Tiling, VendorError
+from worker.cuda.vendor_products import TILINGS, VendorProducts, offered, vendor_products
+
+SHAPE = ProductShape(96, 4096, 4096, torch.bfloat16)
+
+
+def kernel(tiling: Tiling, *, kind: int = 66, cuts_depth: bool = False) -> Kernel:
+    return Kernel(kind, tiling, Algorithm(), cuts_depth)
+
+
+class ScriptedProduct:
+    """Suggests what it is told to, and has the variants `has`."""
+
+    def __init__(self, suggested: list[Kernel], has: tuple[Tiling, ...] = ()) -> None:
+        self._suggested, self._has = suggested, has
+
+    def suggested(self) -> list[Kernel]:
+        return self._suggested
+
+    def variant(self, like: Kernel, tiling: Tiling) -> Kernel | None:
+        return replace(like, tiling=tiling) if tiling in self._has else None
+
+
+def tried(*suggested: Kernel, has: tuple[Tiling, ...] = ()) -> list[Kernel]:
+    product: Any = ScriptedProduct(list(suggested), has)
+    return offered(product)
+
+
+def test_the_heuristics_first_comes_first_and_then_what_else_the_library_has_of_its_kind() -> None:
+    first, second = kernel(Tiling(1, 2, 0)), kernel(Tiling(2, 2, 0))
+    assert tried(first, second, has=TILINGS[3:5]) == [first, second, *(replace(first, tiling=t) for t in TILINGS[3:5])]
+
+
+def test_kernels_of_one_tiling_are_tried_once_as_the_one_that_the_heuristic_thinks_the_fastest() -> None:
+    first, again = kernel(TILINGS[0]), kernel(TILINGS[0])
+    found = tried(first, again, has=TILINGS[:1])
+    assert len(found) == 1
+    assert found[0] is first
+
+
+@pytest.mark.parametrize("changes", [{"kind": 7}, {"cuts_depth": True}])
+def test_a_tiling_that_is_suggested_for_other_kernels_is_tried_with_those_of_the_first(changes: dict[str, Any]) -> None:
+    first, other = kernel(Tiling(1, 2, 0)), kernel(TILINGS[0], **changes)
+    assert tried(first, other, has=TILINGS[:1]) == [first, replace(first, tiling=TILINGS[0])]
+
+
+def test_nothing_is_tried_where_the_first_cuts_the_depth_or_there_is_none() -> None:
+    assert tried(kernel(TILINGS[0], cuts_depth=True), kernel(TILINGS[1]), has=TILINGS) == []
+    assert tried() == []
+
+
+class RefusingLibrary:
+    """It has no heuristic for a product, as on a GPU that does not multiply such numbers."""
+
+    num_asked = 0
+
+    def product(self, shape: ProductShape) -> Any:
+        self.num_asked += 1
+        raise VendorError("cublasLtMatmulAlgoGetHeuristic failed with status 15")
+
+
+def test_a_product_that_the_library_refuses_is_left_to_torch_which_the_log_says_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    library: Any = RefusingLibrary()
+    vendor = VendorProducts(library)
+    matrices = [torch.zeros(4096, 4096, dtype=torch.bfloat16)]
+    with caplog.at_level(logging.WARNING):
+        assert vendor.choose(SHAPE, matrices)
+        assert not vendor.choose(SHAPE, matrices), "it was tried before"
+    assert not vendor.takes(SHAPE)
+    assert library.num_asked == 1
+    (record,) = caplog.records
+    assert "status 15" in record.getMessage()
+
+
+def test_shapes_whose_parts_lie_otherwise_are_not_taken_for_one_another() -> None:
+    near, far = (replace(SHAPE, parts=2, part_stride=rows * 4096) for rows in (96, 128))
+    assert near != far
+    assert (near.out_numel, far.out_numel) == (2 * 96 * 4096, (128 + 96) * 4096)
+    assert (near.out_dtype, SHAPE.out_dtype) == (torch.float32, torch.bfloat16)
+    for wrong in ({"parts": 2, "part_stride": 95 * 4096}, {"parts": 3, "part_stride": 96 * 4096}, {"part_stride": 1}):
+        with pytest.raises(AssertionError):
+            replace(SHAPE, **wrong)
+
+
+def test_without_a_gpu_there_is_no_library() -> None:
+    assert vendor_products(torch.device("cpu")) is None
