@@ -78,7 +78,7 @@ class Search:
         return {
             "tried": len(self._took),
             "torch": self._torchs(),
-            "heuristics_first": took[first.tiling],
+            "heuristics_first": took.get(first.tiling),
             "at_start": min(took[kernel.tiling] for kernel in alike),
             "best": took[winner],
             "tiling": [winner.tile, winner.cluster, winner.order],

@@ -56,6 +56,11 @@ def test_a_tiling_that_is_suggested_for_other_kernels_is_tried_with_those_of_the
     assert tried(first, other, has=TILINGS[:1]) == [first, replace(first, tiling=TILINGS[0])]
 
 
+def test_without_tilings_what_the_heuristic_names_is_all_that_is_tried() -> None:
+    named: Any = ScriptedProduct([kernel(Tiling(1, 2, 0)), kernel(Tiling(2, 2, 0))], has=TILINGS)
+    assert offered(named, ()) == named.suggested()
+
+
 def test_nothing_is_tried_where_the_first_cuts_the_depth_or_there_is_none() -> None:
     assert tried(kernel(TILINGS[0], cuts_depth=True), kernel(TILINGS[1]), has=TILINGS) == []
     assert tried() == []

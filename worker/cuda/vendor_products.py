@@ -32,7 +32,10 @@ TILINGS: Final = tuple(
     )
 )  # fmt: skip
 """Of 2,300 that were tried with products of models of 3 to 14 billion parameters and 80 to 256 rows on an H200, those
-that together leave the least to be won (`benchmarks/library_tiles.py`)."""
+that together leave the least to be won (`benchmarks/library_tiles.py`). Other generations have other kernels, and what the
+heuristic names is all that is tried there."""
+
+_HOPPER: Final = 9  # of a compute capability
 
 _FINALISTS: Final = 6
 
@@ -73,10 +76,10 @@ class VendorProducts:
 
     def _fastest(self, shape: ProductShape, matrices: Sequence[Tensor]) -> tuple[Product, Kernel] | None:
         product = self._library.product(shape)
-        kernels = offered(product)
+        device = matrices[0].device
+        kernels = offered(product, TILINGS if torch.cuda.get_device_capability(device)[0] == _HOPPER else ())
         if not kernels:
             return None
-        device = matrices[0].device
         # The same rows in each process, so that all find the same kernels alike.
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(shape.rows, shape.depth, device=device, generator=generator).to(shape.dtype)
@@ -101,9 +104,9 @@ def vendor_products(device: torch.device) -> VendorProducts | None:
         return None
 
 
-def offered(product: Product) -> list[Kernel]:
+def offered(product: Product, tilings: Sequence[Tiling] = TILINGS) -> list[Kernel]:
     """All kernels that are worth a try, one of each tiling: the heuristic's first, others of its kind that it names,
-    and variants. None where the first cuts K, or where there is none."""
+    and those of `tilings` that the library has. None where the first cuts K, or where there is none."""
     suggested = product.suggested()
     if not suggested or suggested[0].cuts_depth:
         return []
@@ -113,7 +116,7 @@ def offered(product: Product) -> list[Kernel]:
         # Older kernels of one tiling differ in more than that, and the first is thought the fastest.
         if kernel.kind == first.kind and not kernel.cuts_depth:
             found.setdefault(kernel.tiling, kernel)
-    for tiling in TILINGS:
+    for tiling in tilings:
         if tiling not in found and (variant := product.variant(first, tiling)) is not None:
             found[tiling] = variant
     return list(found.values())
