@@ -32,8 +32,8 @@ TILINGS: Final = tuple(
     )
 )  # fmt: skip
 """Of 2,300 that were tried with products of models of 3 to 14 billion parameters and 80 to 256 rows on an H200, those
-that together leave the least to be won (`benchmarks/library_tiles.py`). Other generations have other kernels, and what the
-heuristic names is all that is tried there."""
+that together leave the least to be won (`benchmarks/library_tiles.py`). On other generations, which have other kernels,
+only what the heuristic names is tried."""
 
 _HOPPER: Final = 9  # of a compute capability
 
