@@ -10,9 +10,9 @@ all once more, beside torch's product. Microseconds of a launch, over matrices t
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from benchmarks.record import record
 from worker.cuda.cublas_lt import CublasLt, Kernel, Product, ProductShape, Tiling
 from worker.cuda.decode_plan import plan_decode
 from worker.cuda.decode_shape import DecodeShape
-from worker.cuda.vendor_products import Trial, offered
+from worker.cuda.vendor_products import Trial, microseconds, offered
 
 CLUSTERS, ORDERS = (2, 3, 4, 5, 7, 8), range(8)
 FIRST_CLUSTERS, FIRST_ORDERS = (3, 5), (0, 1, 4)
@@ -98,16 +98,8 @@ class Search:
     def _torchs(self) -> float:
         shape = self._product.shape
         out = torch.empty(shape.rows, shape.columns, dtype=shape.dtype, device=self._x.device)
-        times: list[float] = []
-        for _ in range(5):
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            before.record()
-            for w in self._matrices[:8]:
-                torch.mm(self._x, w.t(), out=out)
-            after.record()
-            torch.cuda.synchronize()
-            times.append(before.elapsed_time(after) / len(self._matrices[:8]) * 1e3)
-        return statistics.median(times)
+        launches = [partial(torch.mm, self._x, w.t(), out=out) for w in self._matrices[:8]]
+        return microseconds({"torch": launches}, rounds=5)["torch"]
 
 
 def main() -> None:

@@ -217,6 +217,22 @@ def swap_space(info: ProgramInfo, pool: KvPool) -> SwapSpace | None:
     return PinnedSwap(copier, info.swap_blocks, info.swap_block_cells)
 
 
+class FullDecode:
+    """A decode whose device has no room for the n-th call of one of its methods."""
+
+    def __init__(self, decode: CudaDecode, method: str, failing: int) -> None:
+        self._decode, self._method, self._failing, self._num_calls = decode, method, failing, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return self._call if name == self._method else getattr(self._decode, name)
+
+    def _call(self, *args: Any) -> Any:
+        self._num_calls += 1
+        if self._num_calls == self._failing:
+            raise torch.OutOfMemoryError("no room for it")
+        return getattr(self._decode, self._method)(*args)
+
+
 class Rig(Turns[E]):
     """Small steps, so that a few requests make many of them; `depth` of them may be in flight."""
 

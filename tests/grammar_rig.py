@@ -18,6 +18,13 @@ TEXT = tiny_text()
 EOS = min(TEXT.eos_ids)
 
 
+class OneByOne(Grammars):
+    """Tells of no forced token, so that each is drawn."""
+
+    def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
+        return [() for _ in rows]
+
+
 def schema_grammar(schema: dict[str, Any]) -> str:
     return json_form("response_format", schema).grammar
 

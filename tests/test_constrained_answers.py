@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ import pytest
 from cluster.routing.run import continuation
 from planner.errors import GrammarFailed
 from planner.request import FinishReason, Request, SamplingParams, Update
-from tests.grammar_rig import EOS, TEXT, schema_grammar
+from tests.grammar_rig import EOS, TEXT, OneByOne, schema_grammar
 from tests.torch_rig import GREEDY, Rig, load
 from worker.forwards import EagerForwards
 from worker.grammars import Grammars
 from worker.kv_pool import KvPool
-from worker.masks import ConstrainedRow
 from worker.program import Program
 from worker.torch_executor import TorchExecutor
 
@@ -36,13 +35,6 @@ SCHEMA: dict[str, Any] = {
 GRAMMAR = schema_grammar(SCHEMA)
 STOPS = frozenset({EOS})
 NewRig = Callable[..., Rig]
-
-
-class OneByOne(Grammars):
-    """Tells of no forced token, so that each is drawn."""
-
-    def forced(self, rows: Sequence[ConstrainedRow]) -> list[tuple[int, ...]]:
-        return [() for _ in rows]
 
 
 @pytest.fixture(scope="module")

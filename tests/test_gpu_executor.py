@@ -21,8 +21,7 @@ pytestmark = pytest.mark.gpu
 from planner.errors import ForwardFailed  # noqa: E402
 from planner.request import FinishReason, Pooling, Request, SamplingParams, TokenLogprobs, Update  # noqa: E402
 from planner.slices import Method  # noqa: E402
-from tests.cuda_rig import MODELS, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
-from worker.cuda.decode import CudaDecode  # noqa: E402
+from tests.cuda_rig import MODELS, FullDecode, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
 from worker.cuda.graphs import LaunchedSteps  # noqa: E402
 from worker.cuda.prefill import PrefillChain  # noqa: E402
 from worker.cuda.prefill_plan import PrefillPlan  # noqa: E402
@@ -203,27 +202,11 @@ def test_forward_without_room_fails_what_it_held_and_nothing_else(model: Model, 
     assert rig.answer(requests) == expected
 
 
-class FullStep:
-    """A decode whose device has no room for one step."""
-
-    def __init__(self, decode: CudaDecode, failing: int) -> None:
-        self._decode, self._failing, self.num_steps = decode, failing, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._decode, name)
-
-    def step(self, *args: Any) -> None:
-        self.num_steps += 1
-        if self.num_steps == self._failing:
-            raise torch.OutOfMemoryError("no room for it")
-        self._decode.step(*args)
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_decode_without_room_fails_what_it_held_and_not_the_executor(model: Model, depth: int) -> None:
     requests = [request(prompt) for prompt in prompts(model, (5, 3))]
     expected = Rig(torch_executor(model)).answer(requests)
-    rig = Rig(cuda_executor(model, around_decode=lambda decode: FullStep(decode, 2)), depth=depth)
+    rig = Rig(cuda_executor(model, around_decode=lambda decode: FullDecode(decode, "step", 2)), depth=depth)
     for news in rig.updates(requests):
         assert isinstance(news[-1].error, ForwardFailed)
         assert "the decode did not fit into the GPU's memory" in str(news[-1].error)

@@ -19,10 +19,11 @@ pytestmark = pytest.mark.gpu
 
 from planner.errors import GrammarFailed, RequestFailed  # noqa: E402
 from planner.request import FinishReason, Request, SamplingParams  # noqa: E402
-from tests.cuda_rig import Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
-from tests.grammar_rig import EOS, TEXT, schema_grammar  # noqa: E402
+from tests.cuda_rig import FullDecode, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
+from tests.grammar_rig import EOS, TEXT, OneByOne, schema_grammar  # noqa: E402
 from tests.ladder_masks import ForcingMasks, climbs  # noqa: E402
 from tests.random_schemas import random_schema  # noqa: E402
+from tests.turns import tokens_of  # noqa: E402
 from worker.grammars import Grammars  # noqa: E402
 
 NUM_TOKENS = 11 if INTERPRETED else 40
@@ -77,7 +78,7 @@ def test_a_run_is_told_with_the_token_before_it_and_costs_one_step_more_than_its
     rig = Rig(cuda_executor(model, grammars=masks(model)), depth=2)
     (updates,) = rig.updates([asked])
     assert [len(update.tokens) for update in updates] == [1, 5, 1, 5, 1]
-    tokens = [token for update in updates for token in update.tokens]
+    tokens = tokens_of(updates)
     assert climbs(tokens, 7)
     assert [[tokens]] == drawn_one_by_one(model, [asked])
     assert shapes(rig) == [(0, 4), (4, 1), (5, 1), (6, 4), (10, 1), (11, 1), (12, 4)]
@@ -88,7 +89,7 @@ def test_a_run_that_begins_an_answer_is_told_by_the_prompts_own_step(model: Mode
     rig = Rig(cuda_executor(model, grammars=masks(model, "####..")), depth=2)
     (updates,) = rig.updates([asked])
     assert [len(update.tokens) for update in updates] == [4, 1, 1]
-    assert [[[token for update in updates for token in update.tokens]]] == drawn_one_by_one(model, [asked], "####..")
+    assert [[tokens_of(updates)]] == drawn_one_by_one(model, [asked], "####..")
     assert shapes(rig) == [(0, 4), (4, 1), (5, 3), (8, 1)]
 
 
@@ -109,7 +110,7 @@ def test_an_answer_ends_within_a_run(model: Model, depth: int) -> None:
     rig = Rig(cuda_executor(model, grammars=masks(model)), depth=depth)
     answers = rig.updates([stopped, budget, plain])
     assert [news[-1].finish_reason for news in answers] == [FinishReason.STOP, *[FinishReason.LENGTH] * 2]
-    tokens = [[[token for update in news for token in update.tokens]] for news in answers]
+    tokens = [[tokens_of(news)] for news in answers]
     assert tokens == drawn_one_by_one(model, [stopped, budget, plain])
     assert [len(answer) for (answer,) in tokens] == [5, 4, NUM_TOKENS]
     assert rig.planner.metrics.num_tokens_forced == (2 + 1 if depth == 1 else 3 + 2)
@@ -121,7 +122,7 @@ def test_where_each_token_wants_a_draw_nothing_is_asked(model: Model, sampling: 
     asked = request(5, 7, max_tokens=5, sampling=sampling)
     rig = Rig(cuda_executor(model, grammars=grammars), depth=2)
     (updates,) = rig.updates([asked])
-    assert [[[token for update in updates for token in update.tokens]]] == drawn_one_by_one(model, [asked])
+    assert [[tokens_of(updates)]] == drawn_one_by_one(model, [asked])
     assert [len(update.tokens) for update in updates] == [1] * 5
     assert grammars.asked == []
 
@@ -148,36 +149,20 @@ def test_a_request_that_is_cancelled_within_a_run_leaves_the_others_as_they_are(
     assert [[told]] == drawn_one_by_one(model, [stays])
 
 
-class FullDecode:
-    """A decode that has no memory for its n-th draw from another forward's logits."""
-
-    def __init__(self, decode: Any, failing: int) -> None:
-        self._decode, self._failing, self._num_draws = decode, failing, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._decode, name)
-
-    def draw(self, *args: torch.Tensor) -> None:
-        self._num_draws += 1
-        if self._num_draws == self._failing:
-            raise torch.OutOfMemoryError("no room for it")
-        self._decode.draw(*args)
-
-
 @pytest.mark.parametrize("failing", [4, 6])
 def test_a_draw_that_fails_about_a_run_ends_its_sequence_and_tells_nothing_wrong(model: Model, failing: int) -> None:
     """A forward of several tokens has two draws, the first of all its rows: 1 and 2 are the prompts', 4 is of what is
     forced already, and 6 of what follows the run."""
     requests = [request(5, 7, sampling=HOT), request(9, None)]
     expected = drawn_one_by_one(model, requests)
-    around: Any = lambda decode: FullDecode(decode, failing)  # noqa: E731
+    around: Any = lambda decode: FullDecode(decode, "draw", failing)  # noqa: E731
     rig = Rig(cuda_executor(model, grammars=masks(model), around_decode=around), depth=2)
     broken, fine = rig.updates(requests)
     assert isinstance(broken[-1].error, RequestFailed)
-    told = [token for update in broken for token in update.tokens]
+    told = tokens_of(broken)
     assert 1 < len(told) < NUM_TOKENS
     assert told == expected[0][0][: len(told)]
-    assert [token for update in fine for token in update.tokens] == expected[1][0]
+    assert tokens_of(fine) == expected[1][0]
     assert rig.answer(requests) == expected
 
 
@@ -191,10 +176,6 @@ def test_a_grammar_that_cannot_go_on_behind_a_run_ends_its_sequence_there(model:
 
 @pytest.mark.parametrize("first", [0, 4])
 def test_answers_to_random_schemas_are_those_that_are_drawn_one_by_one(first: int) -> None:
-    class OneByOne(Grammars):
-        def forced(self, rows: Any) -> list[tuple[int, ...]]:
-            return [() for _ in rows]
-
     wide = tiny_model(vocab_size=272)
     schemas = [{"enum": ["red or blue", "red and blue"]}, *(random_schema(first + i) for i in range(3))]
     prompt = np.array(TEXT.encode("hello"), dtype=np.int64)

@@ -18,9 +18,8 @@ pytestmark = pytest.mark.gpu
 
 from planner.errors import ForwardFailed, GrammarFailed  # noqa: E402
 from planner.request import FinishReason, Request, SamplingParams  # noqa: E402
-from tests.cuda_rig import DEVICE, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
+from tests.cuda_rig import DEVICE, FullDecode, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
 from tests.ladder_masks import LadderMasks, climbs  # noqa: E402
-from worker.cuda.decode import CudaDecode  # noqa: E402
 from worker.cuda.forbid import compile_forbid, forbid_rows  # noqa: E402
 from worker.sampler import Draw, forbid  # noqa: E402
 
@@ -77,29 +76,15 @@ def test_an_executor_without_a_vocabulary_fails_what_needs_one(model: Model) -> 
     assert fine[-1].finish_reason is FinishReason.LENGTH
 
 
-class FullDecode:
-    """A decode that has no memory for its n-th draw from another forward's logits, or its n-th keeping of logits."""
-
-    def __init__(self, decode: CudaDecode, failing: int) -> None:
-        self._decode, self._failing, self.num_draws = decode, failing, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._decode, name)
-
-    def draw(self, *args: torch.Tensor) -> None:
-        self.num_draws += 1
-        if self.num_draws == self._failing:
-            raise torch.OutOfMemoryError("no room for it")
-        self._decode.draw(*args)
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("failing", [2, 3, 4])
 def test_a_draw_without_room_ends_only_who_wanted_it(model: Model, depth: int, failing: int) -> None:
     """The first forward's draws are numbers 1 and 2 (of all rows, and again of those with a mask), then one a step."""
     requests = [request(5, 7), request(9, None), request(4, 5)]
     expected = Rig(torch_executor(model, grammars=masks(model))).answer(requests)
-    executor = cuda_executor(model, grammars=masks(model), around_decode=lambda decode: FullDecode(decode, failing))
+    executor = cuda_executor(
+        model, grammars=masks(model), around_decode=lambda decode: FullDecode(decode, "draw", failing)
+    )
     rig = Rig(executor, depth=depth)
     broken, fine, too = rig.updates(requests)
     for news in (broken, too):

@@ -22,6 +22,7 @@ from planner.errors import ForwardFailed, GrammarFailed, NoTokenLeft  # noqa: E4
 from planner.request import FinishReason, Request, SamplingParams, Update  # noqa: E402
 from tests.cuda_rig import DEVICE, Model, Rig, cuda_executor, tiny_model, torch_executor  # noqa: E402
 from tests.ladder_masks import LadderMasks, climbs  # noqa: E402
+from tests.turns import tokens_of  # noqa: E402
 from worker.cuda.row_draws import RowDraws  # noqa: E402
 from worker.masks import BitMask, ConstrainedRow  # noqa: E402
 from worker.sampler import Draw  # noqa: E402
@@ -43,10 +44,6 @@ def model() -> Model:
 def request(length: int, sampling: SamplingParams, **options: Any) -> Request:
     prompt = np.random.default_rng(length).integers(0, VOCAB_SIZE, size=length)
     return Request(prompt, NUM_TOKENS, sampling, **options)
-
-
-def tokens_of(updates: list[Update], index: int = 0) -> list[int]:
-    return [token for update in updates if update.index == index for token in update.tokens]
 
 
 def the_end(updates: list[Update], index: int = 0) -> Update:

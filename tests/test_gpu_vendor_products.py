@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from worker.cuda.decode_buffers import DecodeBuffers  # noqa: E402
 from worker.cuda.decode_plan import AttentionTile, Chain, DecodePlan  # noqa: E402
 from worker.cuda.decode_shape import DecodeShape  # noqa: E402
 from worker.cuda.step_products import StepProducts  # noqa: E402
-from worker.cuda.vendor_products import VendorProducts, offered, vendor_products  # noqa: E402
+from worker.cuda.vendor_products import VendorProducts, microseconds, offered, vendor_products  # noqa: E402
 
 of_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
@@ -187,17 +188,9 @@ def test_a_chosen_kernel_is_no_slower_than_the_heuristics_first(device: torch.de
     vendor.run(shape, x, matrices[0], out)
     assert torch.equal(out, x @ matrices[0].t())
 
-    def milliseconds(run: Callable[[torch.Tensor], object]) -> float:
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        times = []
-        for _ in range(5):
-            marks[0].record()
-            for w in matrices * 4:
-                run(w)
-            marks[1].record()
-            torch.cuda.synchronize()
-            times.append(marks[0].elapsed_time(marks[1]))
-        return sorted(times)[2]
-
-    chosen = milliseconds(lambda w: vendor.run(shape, x, w, out))
-    assert chosen < milliseconds(lambda w: torch.mm(x, w.t(), out=out)) * 1.03
+    runs = {
+        "chosen": [partial(vendor.run, shape, x, w, out) for w in matrices * 4],
+        "first": [partial(torch.mm, x, w.t(), out=out) for w in matrices * 4],
+    }
+    took = microseconds(runs, rounds=5)
+    assert took["chosen"] < took["first"] * 1.03

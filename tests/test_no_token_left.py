@@ -15,6 +15,7 @@ from planner.step import Chunk
 from tests.ladder_masks import LadderMasks, climbs
 from tests.tiny_models import save_tiny_model
 from tests.torch_rig import GREEDY, Rig, chunk, load, request
+from tests.turns import tokens_of
 from worker.dead_ends import no_token_left
 from worker.forwards import EagerForwards
 from worker.kv_pool import KvPool
@@ -51,10 +52,6 @@ def told(rig: Rig, *requests: Request) -> list[list[Update]]:
     ids = [rig.planner.submit(one) for one in requests]
     updates = rig.run()
     return [[update for update in updates if update.request_id == request_id] for request_id in ids]
-
-
-def tokens_of(updates: list[Update], index: int = 0) -> list[int]:
-    return [token for update in updates if update.index == index for token in update.tokens]
 
 
 def the_end(updates: list[Update], index: int = 0) -> Update:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from worker.cuda.cublas_lt import Algorithm, Kernel, ProductShape, Tiling, VendorError
-from worker.cuda.vendor_products import TILINGS, VendorProducts, offered, vendor_products
+from worker.cuda.vendor_products import TILINGS, VendorProducts, microseconds, offered, vendor_products
 
 SHAPE = ProductShape(96, 4096, 4096, torch.bfloat16)
 
@@ -64,6 +64,97 @@ def test_without_tilings_what_the_heuristic_names_is_all_that_is_tried() -> None
 def test_nothing_is_tried_where_the_first_cuts_the_depth_or_there_is_none() -> None:
     assert tried(kernel(TILINGS[0], cuts_depth=True), kernel(TILINGS[1]), has=TILINGS) == []
     assert tried() == []
+
+
+class Clock:
+    """Of a device whose kernels take what they are told to, and which is asked as torch's is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def event(self, enable_timing: bool) -> Mark:
+        assert enable_timing
+        return Mark(self)
+
+
+class Mark:
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._at = clock, -1.0
+
+    def record(self) -> None:
+        self._at = self._clock.now
+
+    def elapsed_time(self, after: Mark) -> float:
+        return after._at - self._at
+
+
+class TimedProduct(ScriptedProduct):
+    """Its kernels take `took` milliseconds, and give `numbers` where these are not the first's."""
+
+    def __init__(self, clock: Clock, took: dict[Tiling, float], numbers: dict[Tiling, float]) -> None:
+        first = next(iter(took))
+        super().__init__([kernel(first)], has=tuple(took))
+        self._clock, self._took, self._numbers = clock, took, numbers
+        self.matrices: list[int] = []
+
+    def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, chosen: Kernel) -> Any:
+        def launch() -> None:
+            if chosen.tiling not in self._took:
+                raise VendorError("cublasLtMatmul failed with status 15")
+            self._clock.now += self._took[chosen.tiling]
+            self.matrices.append(int(w[0, 0]))
+            out.fill_(self._numbers.get(chosen.tiling, 1.0))
+
+        return launch
+
+
+class TimedLibrary:
+    def __init__(self, product: TimedProduct) -> None:
+        self._product = product
+
+    def product(self, shape: ProductShape) -> Any:
+        return self._product
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return clock
+
+
+def test_the_fastest_is_chosen_of_those_that_give_the_very_numbers_of_the_first(clock: Clock) -> None:
+    first, slow, fast, other = TILINGS[:4]
+    product = TimedProduct(clock, {first: 4.0, slow: 5.0, fast: 2.0, other: 1.0}, {other: 1.5})
+    library: Any = TimedLibrary(product)
+    vendor = VendorProducts(library)
+    shape = ProductShape(4, 8, 16, torch.bfloat16)
+    matrices = [torch.full((8, 16), number, dtype=torch.bfloat16) for number in range(5)]
+    assert vendor.choose(shape, matrices)
+    assert set(product.matrices) == {0, 1, 2, 3, 4}, "no cache may hold what is timed"
+    out, before = torch.zeros(4, 8, dtype=torch.bfloat16), clock.now
+    vendor.run(shape, torch.zeros(4, 16, dtype=torch.bfloat16), matrices[0], out)
+    assert clock.now - before == 2.0
+    assert (out == 1).all()
+
+
+def test_runs_take_turns_and_a_launch_has_the_median_of_them(clock: Clock) -> None:
+    order: list[str] = []
+
+    def launch(name: str, *milliseconds: float) -> Any:
+        left = list(milliseconds)
+
+        def run() -> None:
+            order.append(name)
+            clock.now += left.pop(0)
+
+        return run
+
+    runs = {"one": [launch("one", 1, 9, 2)], "two": [launch("two", 4, 4, 4), launch("two", 6, 6, 6)]}
+    assert microseconds(runs, rounds=3) == {"one": 2000, "two": 5000}
+    assert order == ["one", "two", "two"] * 3
 
 
 class RefusingLibrary:

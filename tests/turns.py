@@ -32,6 +32,11 @@ def limits_of(info: ProgramInfo, **changes: Any) -> Limits:
     return Limits(**(fields | changes))
 
 
+def tokens_of(updates: Sequence[Update], index: int = 0) -> list[int]:
+    """Of a request's sequence `index`, all that these updates tell."""
+    return [token for update in updates if update.index == index for token in update.tokens]
+
+
 class Turns(Generic[E]):
     """As many steps are in flight as the limits allow. `steps`: the last `MOST_STEPS` that were launched."""
 

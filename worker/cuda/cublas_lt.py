@@ -1,7 +1,7 @@
 """Matrix products by the vendor's library through its own interface, cublasLt, where a caller says which kernel runs.
 
 torch's products take the one kernel that the library's heuristic names first. The library has hundreds, of other tiles,
-clusters and orders of them; for steps of 65 to 256 rows others are up to a quarter faster
+clusters and orders of them; for steps of 65 to 256 rows others take down to 0.7 of its time
 (docs/gpu_decode_notes.md). What is called here is the public interface (cuBLAS documentation, "Using the cublasLt
 API"); its numbers are those of `cublasLt.h`, which keep their meaning between versions.
 

@@ -131,9 +131,8 @@ def plan_decode(shape: DecodeShape, width: int, *, hopper: bool) -> DecodePlan:
 def _down_parts(shape: DecodeShape, width: int) -> int:
     """Down has few columns and a long K: in one go its tiles leave half of the multiprocessors idle, and where the
     library cuts K by itself a kernel of its own adds the parts up. Of more rows there are tiles enough."""
-    is_plain = shape.quantization == "none" and shape.dtype in (torch.bfloat16, torch.float16)
     # The library's better kernels load 16 bytes at a time, and so both parts start at a multiple of that.
-    return 2 if is_plain and 64 < width <= 256 and shape.ffn >= 8192 and shape.ffn % 16 == 0 else 1
+    return 2 if shape.plain_halves and 64 < width <= 256 and shape.ffn >= 8192 and shape.ffn % 16 == 0 else 1
 
 
 def split_plan(shape: DecodeShape, width: int) -> DecodePlan | None:

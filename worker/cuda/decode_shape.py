@@ -41,6 +41,11 @@ class DecodeShape:
         return len(self.windows)
 
     @property
+    def plain_halves(self) -> bool:
+        """Whether the layers' matrices are nothing but numbers of two bytes."""
+        return self.quantization == "none" and self.dtype in (torch.bfloat16, torch.float16)
+
+    @property
     def bits(self) -> int | None:
         """Of packed matrices; None of others."""
         return {"int8": 8, "int4": 4}.get(self.quantization)

@@ -24,7 +24,6 @@ from worker.cuda.packed import PackedMatrix, values_of
 from worker.cuda.packed_products import gate_up_product, split_product
 from worker.cuda.tiles import LinearTile
 from worker.cuda.vendor_products import VendorProducts
-from worker.models.stored_matrix import StoredMatrix
 from worker.models.weights import LayerWeights
 
 
@@ -35,19 +34,18 @@ class StepProducts:
         """Without `vendor` the library's products are torch's, which run what its heuristic names first."""
         self.takes_codes = shape.quantization == "fp8"
         self._buffers = buffers
-        self._vendor = vendor
+        self._vendor, self._tries = vendor, shape.plain_halves
 
     def choose(self, width: int, plan: DecodePlan, layers: Sequence[LayerWeights]) -> int:
         """Tries the library's kernels for what a step of this plan leaves to it, over the layers' matrices. Returns how
         many products were tried: those that never were before."""
-        if self._vendor is None or plan.chain is not Chain.LIBRARY:
+        if self._vendor is None or not self._tries or plan.chain is not Chain.LIBRARY:
             return 0
         tried = 0
         for name in ("qkv", "output", "gate_up", "down"):
-            matrices: list[Any] = [getattr(layer, name) for layer in layers]
-            if not isinstance(matrices[0], StoredMatrix) and matrices[0].dtype in (torch.bfloat16, torch.float16):
-                shape = self._shape(width, matrices[0], plan.down_parts if name == "down" else 1)
-                tried += self._vendor.choose(shape, matrices)
+            matrices: list[Tensor] = [getattr(layer, name) for layer in layers]
+            shape = self._shape(width, matrices[0], plan.down_parts if name == "down" else 1)
+            tried += self._vendor.choose(shape, matrices)
         return tried
 
     def coded(self, x: Tensor, width: int, plan: DecodePlan, tile: LinearTile | None = None) -> None:

@@ -1,6 +1,6 @@
 """Products of wide steps by the vendor's library, each by the fastest of its kernels that was found at the start.
 
-What the library's heuristic names first is up to a quarter slower than the best it has
+What the library's heuristic names first takes up to 1.4 times as long as the best it has
 (docs/gpu_decode_notes.md). So each product of a step is tried, over the model's own matrices: by all that the
 heuristic names and by those of `TILINGS` that the library has. One is chosen only if it gives the very numbers of the
 first, as kernels do that sum K in the same order: so which one wins changes no answer. Into how many parts K is cut,
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from worker.cuda.cublas_lt import CublasLt, Kernel, Product, ProductShape, Tiling, VendorError
 
 logger = logging.getLogger(__name__)
+Key = TypeVar("Key")
 
 TILINGS: Final = tuple(
     Tiling(*numbers)
@@ -122,6 +123,25 @@ def offered(product: Product, tilings: Sequence[Tiling] = TILINGS) -> list[Kerne
     return list(found.values())
 
 
+def microseconds(runs: Mapping[Key, Sequence[Callable[[], object]]], rounds: int) -> dict[Key, float]:
+    """Of the device, for one of a run's launches: the median of `rounds`, in each of which all runs take turns. Nothing
+    is waited for in between."""
+    marks: dict[Key, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {key: [] for key in runs}
+    for _ in range(rounds):
+        for key, launches in runs.items():
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            before.record()
+            for launch in launches:
+                launch()
+            after.record()
+            marks[key].append((before, after))
+    torch.cuda.synchronize()
+    return {
+        key: statistics.median(before.elapsed_time(after) for before, after in pairs) / len(runs[key]) * 1e3
+        for key, pairs in marks.items()
+    }
+
+
 class Trial:
     """Launches kernels of one product of x with `matrices`, into `out`, and says how long they take."""
 
@@ -132,21 +152,8 @@ class Trial:
     def microseconds(self, kernels: Sequence[Kernel], launches: int, rounds: int) -> dict[Tiling, float]:
         """The median of a launch of each kernel in `rounds` turns of so many launches, behind one to warm up. Without
         those that the library refuses to launch."""
-        ready = {kernel.tiling: self._launches(kernel, launches) for kernel in kernels if self._launches_at_all(kernel)}
-        marks: dict[Tiling, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {tiling: [] for tiling in ready}
-        for _ in range(rounds):
-            for tiling, run in ready.items():
-                before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                before.record()
-                for launch in run:
-                    launch()
-                after.record()
-                marks[tiling].append((before, after))
-        torch.cuda.synchronize(self._x.device)
-        return {
-            tiling: statistics.median(before.elapsed_time(after) for before, after in pairs) / launches * 1e3
-            for tiling, pairs in marks.items()
-        }
+        usable = [kernel for kernel in kernels if self._launches_at_all(kernel)]
+        return microseconds({kernel.tiling: self._launches(kernel, launches) for kernel in usable}, rounds)
 
     def _launches_at_all(self, kernel: Kernel) -> bool:
         try:
